@@ -1,10 +1,10 @@
-"""Reasons for the end of completions, trajectories and episodes."""
+"""Reasons for the end of completions, segments and episodes."""
 
 from enum import Enum
 
 
 class FinishReason(str, Enum):
-    """Reason for the end of a completion or trajectory."""
+    """Reason for the end of a completion or segment."""
 
     STOP = "stop"  # the policy sampled EOS or a stop, which ends the action tokens
     LENGTH = "length"  # the limit on new tokens was reached; no EOS was forced in

@@ -26,9 +26,8 @@ from openppo.config import PPODataConfig
 from openppo.datasets import load_mixed_rows, load_tasks
 from openppo.media import Tokens
 from openppo.rollout.driver import agent_loop, end_tasks
-from openppo.rollout.engine_sampler import make_trajectory
 from openppo.rollout.seeds import sample_seed
-from openppo.types import Completion, Ending, Episode, Prompt, SamplingParams, Trajectory
+from openppo.types import Completion, Ending, Episode, Prompt, Sample, SamplingParams, Segment
 
 NotifyScore = Callable[[str, float | None, int], Any]
 """Called at an episode's end with its id, score (None if it failed) and number of turns."""
@@ -73,11 +72,11 @@ class BufferDataset(IterableDataset[Any]):
 
 
 class MultiRoundBufferDataset(BufferDataset):
-    """Turns of episodes that have ended, each as a trajectory with its episode's ``score``."""
+    """Episodes that have ended, each as a sample whose segments are its turns, with its ``score``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._rounds: dict[str, list[tuple[PromptRequest, Trajectory]]] = defaultdict(list)
+        self._rounds: dict[str, list[tuple[PromptRequest, Segment]]] = defaultdict(list)
 
     def put_batch(
         self, requests: Sequence[PromptRequest], completions: Sequence[Completion]
@@ -85,34 +84,36 @@ class MultiRoundBufferDataset(BufferDataset):
         """Answer ``requests``; those that were cancelled meanwhile are left out."""
         for request, completion in zip(requests, completions, strict=True):
             if request.answer.set_running_or_notify_cancel():
-                turn = make_trajectory(request.prompt, completion, request.group)
+                turn = Segment.of_response(request.prompt, completion)
                 self._rounds[request.request_id].append((request, turn))
                 request.answer.set_result(completion)
 
     def notify_score(
         self, request_id: str, score: float | None, total_round_count: int | None = None
     ) -> None:
-        """Put an episode's turns into the buffer; without a score they are dropped."""
-        for turn in self.scored(request_id, score, total_round_count):
-            self.buffer.put(turn)
+        """Put an episode into the buffer; without a score it is dropped."""
+        sample = self.scored(request_id, score, total_round_count)
+        if sample is not None:
+            self.buffer.put(sample)
 
     def scored(
         self, request_id: str, score: float | None, total_round_count: int | None
-    ) -> list[Trajectory]:
-        """Remove and return the turns of an ended episode, with its score."""
+    ) -> Sample | None:
+        """Remove and return an ended episode with its score; None without a score or a turn."""
         rounds = self._rounds.pop(request_id, [])
-        if score is None:
-            return []
-
         turns = [turn for request, turn in rounds if request.received and turn.action_ids]
         turns = turns[:total_round_count]
-        n_actions = sum(len(turn.action_ids) for turn in turns)
-        episode = Episode([], Ending.COMPLETED, len(turns))
-        for turn in turns:
-            turn.scores = {"score": score}
-            turn.episode = episode
-            turn.fraction = len(turn.action_ids) / n_actions
-        return turns
+        if score is None or not turns:
+            return None
+
+        first, _ = rounds[0]
+        return Sample(
+            prompt=first.prompt,
+            group=first.group,
+            segments=turns,
+            scores={"score": score},
+            episode=Episode([], Ending.COMPLETED, n_turns=len(turns)),
+        )
 
 
 class TaskPool:

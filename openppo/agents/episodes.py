@@ -1,17 +1,18 @@
-"""Playing one episode, which ends exactly once, and its trajectories for training."""
+"""Playing one episode, which ends exactly once, and its sample for training."""
 
 import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 
 from openppo.agents.session import EpisodeEnded, Session, SessionSetup, Task
 from openppo.agents.turn import Turn
+from openppo.media import TokenIds, Tokens
 from openppo.rollout.driver import episode_context
-from openppo.types import Ending, Episode, FinishReason, Prompt, Trajectory
+from openppo.types import Ending, Episode, FinishReason, Prompt, Sample, Segment
 
 _SECONDS_TO_END = 5.0
 """Time for a cancelled agent to clean up."""
@@ -47,21 +48,14 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class Played:
-    """An ended episode and its trajectories; none for an episode without turns."""
+    """An ended episode: its session, and its sample.
 
-    episode: Episode
+    The sample of a failed episode is a stand-in for logs, without actions and of reward 0.
+    """
+
     session: Session
-    trajectories: list[Trajectory]
-
-    @property
-    def group(self) -> int:
-        """Group of the episode's task."""
-        return self.session.task.group
-
-    @property
-    def is_trained(self) -> bool:
-        """True if the episode ended in a way that is trained on."""
-        return self.episode.ending.is_trained
+    sample: Sample
+    episode: Episode
 
 
 async def play(agent: Agent, task: Task, setup: SessionSetup, needs_reward: bool) -> Played:
@@ -126,13 +120,13 @@ def _end(session: Session, work: asyncio.Task[None]) -> str:
 
 
 async def _played(session: Session, error: str, needs_reward: bool) -> Played:
-    """Settle how the episode ended, and make its trajectories."""
+    """Settle how the episode ended, and make its sample."""
     assert session.ending is not None
     ending = session.ending
     turns = session.turns
     lacks_reward = needs_reward and not session.rewards and session.counts["rewarded_turns"] == 0
 
-    if ending.is_trained and not any(turn.trained for turn in turns):
+    if ending.is_trained and not any(_has_actions(turn) for turn in turns):
         ending = Ending.AGENT_ERROR
         error = error or "the agent requested no turn, or received none"
     elif ending is Ending.COMPLETED and lacks_reward:
@@ -159,36 +153,38 @@ async def _played(session: Session, error: str, needs_reward: bool) -> Played:
         output=session.output,
         tool_rewards=session.tool_rewards,
     )
-    return Played(episode, session, segments(session, episode))
+    if not ending.is_trained:
+        return Played(session, failed_sample(session, episode), episode)
+    sample = Sample(
+        prompt=session.task.prompt,
+        group=session.task.group,
+        segments=segments(session),
+        scores=dict(session.rewards),
+        episode=episode,
+    )
+    return Played(session, sample, episode)
 
 
-def segments(session: Session, episode: Episode) -> list[Trajectory]:
-    """Trajectories of an episode: one for each turn that nothing continues, with the turns before it.
+def segments(session: Session) -> list[Segment]:
+    """Segments of an episode: one for each turn that nothing continues, with the turns before it.
 
-    The prompt of each has all its images. A turn shared by several segments is trained in the first. Each has its share
-    of the episode's action tokens, and all have the episode's rewards; a turn's reward lies on its last action.
+    A turn shared by several segments is trained in the first. A turn's reward lies on its last action.
     """
     covered: set[Turn] = set()
-    trajectories = []
+    cut: list[Segment] = []
     for leaf in session.leaves:
         fresh = [turn for turn in leaf.path if turn not in covered and _has_actions(turn)]
         if fresh:
             covered.update(leaf.path)
-            trajectories.append(_trajectory(session, episode, leaf, fresh=fresh))
-
-    n_actions = sum(sum(trajectory.action_mask) for trajectory in trajectories)
-    for trajectory in trajectories:
-        trajectory.fraction = sum(trajectory.action_mask) / n_actions
-    return trajectories
+            cut.append(_segment(session, leaf, fresh))
+    return cut
 
 
 def _has_actions(turn: Turn) -> bool:
     return turn.trained and len(turn.completion.token_ids) > 0
 
 
-def _trajectory(
-    session: Session, episode: Episode, leaf: Turn, fresh: Sequence[Turn]
-) -> Trajectory:
+def _segment(session: Session, leaf: Turn, fresh: Sequence[Turn]) -> Segment:
     """All tokens up to the end of ``leaf``, with the actions of the ``fresh`` turns."""
     ids = leaf.token_ids
     mask = [False] * len(ids)
@@ -208,41 +204,38 @@ def _trajectory(
         ends[last] = True
 
     has_rewards = any(turn.rewarded for turn in session.turns)
-    return Trajectory(
+    return Segment(
         token_ids=ids,
         action_mask=mask,
         log_probs=log_probs,
         versions=versions,
+        n_prompt=len(leaf.path[0].prompt_ids),
         finish_reason=leaf.finish_reason,
-        prompt=replace(session.task.prompt, token_ids=leaf.path[0].prompt_ids, media=leaf.media),
-        group=session.task.group,
-        scores=dict(session.rewards),
+        media=leaf.media,
         token_rewards=rewards if has_rewards else None,
         step_ends=ends if has_rewards else None,
-        episode=episode,
     )
 
 
-def failed(played: Played) -> Trajectory:
-    """Stand-in for a failed episode: a trajectory without actions, of reward 0."""
-    task = played.session.task
-    turns = played.session.turns
-    prompt = task.prompt
-    if turns:
-        prompt = replace(prompt, token_ids=turns[0].prompt_ids, media=turns[0].media)
+def failed_sample(session: Session, episode: Episode) -> Sample:
+    """Stand-in for a failed episode: a sample without actions, of reward 0."""
+    task = session.task
+    read: Tokens = task.prompt
+    if session.turns:
+        first = session.turns[0]
+        read = TokenIds(first.prompt_ids, first.media)
 
-    ids = list(prompt.token_ids) or [0]
-    return Trajectory(
+    ids = list(read.token_ids) or [0]
+    segment = Segment(
         token_ids=ids,
         action_mask=[False] * len(ids),
         log_probs=[0.0] * len(ids),
         versions=[-1] * len(ids),
+        n_prompt=len(read.token_ids),
         finish_reason=FinishReason.ABORT,
-        prompt=prompt,
-        group=task.group,
-        scores={"reward": 0.0},
-        episode=played.episode,
+        media=read.media,
     )
+    return Sample(task.prompt, task.group, [segment], scores={"reward": 0.0}, episode=episode)
 
 
 def first_difference(session: Session) -> str | None:

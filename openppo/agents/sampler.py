@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from openppo import logger
-from openppo.agents.episodes import Agent, Played, failed, play
+from openppo.agents.episodes import Agent, Played, play
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import SessionSetup, Task
 from openppo.config.agents import AgentConfig
@@ -14,7 +14,7 @@ from openppo.rollout.sample_request import SampleRequest
 from openppo.rollout.samplers import SampleFailed, SamplerParts
 from openppo.rollout.seeds import sample_seed
 from openppo.tracking import Metrics, progress_bar
-from openppo.types import Ending, Prompt, SamplingParams, Trajectory
+from openppo.types import Ending, Prompt, Sample, SamplingParams
 
 
 class AgentSampler:
@@ -31,8 +31,8 @@ class AgentSampler:
         self._started = False
         self._has_warned_of_both = False
 
-    def sample(self, request: SampleRequest) -> list[Trajectory]:
-        """Unscored trajectories of this rank's share of prompts, those of one prompt beside each other.
+    def sample(self, request: SampleRequest) -> list[Sample]:
+        """Unscored samples of this rank's share of prompts, those of one prompt beside each other.
 
         Failed episodes are noted and left out, and with them groups that have fewer than two others; an evaluation
         keeps them, at reward 0. ``Interrupted`` on all ranks upon a signal.
@@ -51,19 +51,18 @@ class AgentSampler:
             metrics.add("agent/prefix_reuse", (engine.reused_tokens - reused_before) / n_read)
         self._warn(played)
 
-        trajectories: list[Trajectory] = []
+        samples = [each.sample for each in played]
         if request.evaluation:
-            for episode in played:
-                trajectories += episode.trajectories if episode.is_trained else [failed(episode)]
-            return trajectories
+            return samples
 
-        sizes = Counter(episode.group for episode in played if episode.is_trained)
-        for episode in played:
-            if not episode.is_trained:
-                request.note_failed(failed(episode))
-            elif sizes[episode.group] >= min(2, request.n_samples):
-                trajectories += episode.trajectories
-        return trajectories
+        sizes = Counter(sample.group for sample in samples if sample.is_trained)
+        kept: list[Sample] = []
+        for sample in samples:
+            if not sample.is_trained:
+                request.note_failed(sample)
+            elif sizes[sample.group] >= min(2, request.n_samples):
+                kept.append(sample)
+        return kept
 
     def _tasks(self, request: SampleRequest) -> list[Task]:
         """Tasks of this rank's share of prompts: each prompt is a group of ``n_samples``."""
@@ -114,14 +113,14 @@ class AgentSampler:
         env_seed: int,
         group: int,
         metrics: Metrics,
-    ) -> list[Trajectory]:
-        """Play one episode and return its segments; ``SampleFailed`` if it is not trained on."""
+    ) -> Sample:
+        """Play one episode and return its sample; ``SampleFailed`` if it is not trained on."""
         task = Task(prompt, seed, env_seed, group=group)
         played = await self._play(task, self._setup(params))
         measure([played], metrics)
-        if not played.is_trained:
-            raise SampleFailed(played.episode.failure, failed(played))
-        return played.trajectories
+        if not played.sample.is_trained:
+            raise SampleFailed(played.episode.failure, played.sample)
+        return played.sample
 
     async def _play_all(
         self, tasks: Sequence[Task], params: SamplingParams, ended: list[Task]
@@ -178,7 +177,7 @@ class AgentSampler:
                 differing[0].episode.error,
             )
 
-        lost = [each for each in played if not each.is_trained]
+        lost = [each for each in played if not each.sample.is_trained]
         if lost:
             logger.warning(
                 "%d of %d episodes failed and are not trained on; the first: %s",

@@ -242,10 +242,10 @@ class TrackingConfig(Options):
 
 @dataclass(frozen=True)
 class DumpConfig(Options):
-    """Files of all trajectories."""
+    """Files of all samples."""
 
     dump_rollouts: str | None = option(None, a_path, place=True)
-    """Folder that receives every trajectory that is trained on or evaluated, as JSON lines (off when not given)."""
+    """Folder that receives every sample that is trained on or evaluated, as JSON lines (off when not given)."""
     dump_tokens: bool = False
     """With --dump_rollouts: token ids, action masks and log-probs at sampling too."""
     dump_max_mib: float = option(256.0, positive)

@@ -1,4 +1,4 @@
-"""From trajectories to experience: token rewards, advantages, the maker and the replay buffer."""
+"""From samples to experience: token rewards, advantages, the maker and the replay buffer."""
 
 from typing import TYPE_CHECKING
 

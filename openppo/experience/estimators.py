@@ -19,7 +19,7 @@ Rewarded = tuple[Tensor, Tensor | None]
 Rewards = Callable[[Tensor, StepRewards, Tensor, Tensor | None], Rewarded]
 """``rewards(scores, steps, groups, greedy)``: new scores (B,) and step rewards (B, L).
 
-The arguments have an entry for each trajectory, in any order: its score, the rewards of its steps, its prompt's id
+The arguments have an entry for each sample, in any order: its score, the rewards of its steps, its prompt's id
 int64, and the reward of the greedy response to that prompt (None unless ``needs_greedy``).
 """
 Baseline = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -44,7 +44,7 @@ def plain_rewards(
 
 
 def centred(baseline: Baseline) -> Rewards:
-    """Subtract a baseline from whole rewards; each action has the advantage of its trajectory.
+    """Subtract a baseline from whole rewards; each action has the advantage of its sample.
 
     >>> estimator = Estimator(centred(lambda totals, groups, greedy: torch.ones_like(totals)))
     >>> no_steps = StepRewards(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool))
@@ -155,7 +155,7 @@ def normalized_by_group(
     This follows arXiv 2402.03300, section 4.1.3, with scores in addition to steps. From each kind its own mean is
     subtracted, and both are divided by the root of the sum of both unbiased variances + 1e-9, so that weights between
     the kinds keep their meaning. Steps with the same rewards in all responses of a group are left out. This is process
-    supervision of single responses: an agent's turns belong to its score (``EpisodeSegments.outcomes``).
+    supervision of single responses: an agent's turns belong to its score (``SampleRows.outcomes``).
     """
     ends = steps.ends & ~_are_alike(steps, groups)[:, None]
     count, mean, squares = _group_statistics(scores, groups)

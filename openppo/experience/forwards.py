@@ -1,4 +1,4 @@
-"""Forwards of actor, critic and reference over trajectories, and the source of old log-probs."""
+"""Forwards of actor, critic and reference over segments, and the source of old log-probs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from openppo.models.padding import on_device
 from openppo.models.sampled_ids import SampledIds
 from openppo.tracking import progress_bar
 from openppo.tracking.phase import timed
-from openppo.types import Comm, Experience, Trajectory
+from openppo.types import Comm, Experience, Sample, Segment, segments_of
 
 Model = Callable[..., Any]
 OldLogProbsFrom = Literal["recompute", "rollout", "training"]
@@ -28,7 +28,7 @@ OldLogProbsFrom = Literal["recompute", "rollout", "training"]
 
 @dataclass(frozen=True)
 class Forwards:
-    """Forwards of the models of an ``ExperienceMaker`` over trajectories; the fields are the maker's. Collective."""
+    """Forwards of the models of an ``ExperienceMaker`` over segments; the fields are the maker's. Collective."""
 
     actor: Model
     critic: Model | None
@@ -40,18 +40,18 @@ class Forwards:
     hooks: Hooks
 
     def __call__(
-        self, trajectories: Sequence[Trajectory], old_log_probs: OldLogProbsFrom, values: bool
+        self, samples: Sequence[Sample], old_log_probs: OldLogProbsFrom, values: bool
     ) -> Experience | None:
-        """One batch with log-probs, entropy and values; None on a rank without trajectories."""
+        """One batch with log-probs, entropy and values; None on a rank without samples."""
         recompute = old_log_probs == "recompute"
         runs_critic = values and self.critic is not None
         outputs: dict[str, Tensor] = {}
         if recompute or runs_critic or self.reference is not None:
-            outputs = self._outputs(trajectories, recompute, values)
-        if not trajectories:
+            outputs = self._outputs(samples, recompute, values)
+        if not samples:
             return None
 
-        batch = collate(trajectories, self.pad_token_id)
+        batch = collate(samples, self.pad_token_id)
         batch = batch.to(self.device).with_fields(**outputs)
         if old_log_probs == "rollout":
             batch = batch.with_fields(log_probs=batch.rollout_log_probs)
@@ -59,19 +59,25 @@ class Forwards:
 
     @torch.no_grad()
     def _outputs(
-        self, trajectories: Sequence[Trajectory], recompute: bool, values: bool
+        self, samples: Sequence[Sample], recompute: bool, values: bool
     ) -> dict[str, Tensor]:
-        """Fields (B, L) of this rank's trajectories, from equally many forwards on all ranks.
+        """Fields (B, L) of this rank's segments, from equally many forwards on all ranks.
 
         Rows are dealt out to all ranks for the forwards, so a forward may have rows from other ranks.
         """
         shares_prompts = self.config.ppo.share_prompts == "auto"
-        groups = [(t.group, _first_action(t)) for t in trajectories if shares_prompts]
-        deal = Deal([len(t.token_ids) for t in trajectories], self.comm, groups)
+        groups: list[tuple[int, int]] = []
+        if shares_prompts:
+            for sample in samples:
+                groups += [(sample.group, _first_action(segment)) for segment in sample.segments]
+
+        segments = segments_of(samples)
+        deal = Deal([len(segment.token_ids) for segment in segments], self.comm, groups)
         own_rows = [
-            torch.tensor([t.token_ids, t.loss_mask], dtype=torch.int32) for t in trajectories
+            torch.tensor([segment.token_ids, segment.loss_mask], dtype=torch.int32)
+            for segment in segments
         ]
-        media = deal.media([t.media for t in trajectories])
+        media = deal.media([segment.media for segment in segments])
         rows = []
         for tokens, row_media in zip(deal.out(own_rows), media, strict=True):
             inputs = ModelInputs.of_ids([tokens[0]], self.pad_token_id).with_media([row_media])
@@ -133,23 +139,23 @@ _IDLE = _Row(ModelInputs.of_ids([[0, 0]], 0), torch.zeros(1, 2, dtype=torch.bool
 """Row of a rank that has fewer forwards than others."""
 
 
-def _first_action(trajectory: Trajectory) -> int:
+def _first_action(segment: Segment) -> int:
     """Index of the first action token; 0 without actions."""
-    spans = trajectory.spans
+    spans = segment.spans
     return spans[0][0] if spans else 0
 
 
-def check_sampled(trajectories: Sequence[Trajectory], ids: SampledIds, comm: Comm) -> None:
+def check_sampled(samples: Sequence[Sample], ids: SampledIds, comm: Comm) -> None:
     """Raise ``ValueError`` on all ranks for an action that can never be sampled. Collective.
 
     The probability of such an action is 0.
     """
     left_out = set(chain.from_iterable(ids.left_out))
     problem = None
-    for trajectory in trajectories:
-        place = _first_of(left_out, trajectory)
+    for segment in segments_of(samples):
+        place = _first_of(left_out, segment)
         if place is not None:
-            reason = ids.why_not(trajectory.token_ids[place])
+            reason = ids.why_not(segment.token_ids[place])
             problem = f"token {place} of a sample is trained on, but {reason}"
             break
 
@@ -159,12 +165,12 @@ def check_sampled(trajectories: Sequence[Trajectory], ids: SampledIds, comm: Com
         raise ValueError(f"{problems[0]}. {remedy}")
 
 
-def _first_of(token_ids: set[int], trajectory: Trajectory) -> int | None:
+def _first_of(token_ids: set[int], segment: Segment) -> int | None:
     """Index of the first trained action among ``token_ids``; None if there is none."""
-    mask = trajectory.loss_mask
-    if token_ids.isdisjoint(compress(trajectory.token_ids, mask)):
+    mask = segment.loss_mask
+    if token_ids.isdisjoint(compress(segment.token_ids, mask)):
         return None
-    actions = compress(enumerate(trajectory.token_ids), mask)
+    actions = compress(enumerate(segment.token_ids), mask)
     return next(t for t, token_id in actions if token_id in token_ids)
 
 

@@ -1,41 +1,39 @@
 """Filters of groups from which nothing can be learned."""
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, compress
+from itertools import compress
 
 import torch
 from torch import Tensor
 
-from openppo.rollout.episodes import by_episode, episode_reward
-from openppo.types import Trajectory
+from openppo.types import Sample
 
 
 def useful_groups(
-    trajectories: Sequence[Trajectory], compares_steps: bool, weights: Mapping[str, float]
-) -> list[Trajectory]:
-    """Scored trajectories of groups whose rewards differ; other groups teach nothing (arXiv 2503.14476)."""
-    if not trajectories:
+    samples: Sequence[Sample], compares_steps: bool, weights: Mapping[str, float]
+) -> list[Sample]:
+    """Scored samples of groups whose rewards differ; other groups teach nothing (arXiv 2503.14476)."""
+    if not samples:
         return []
 
-    episodes = by_episode(trajectories)
-    rewards = [episode_reward(segments, weights) for segments in episodes]
+    rewards = [sample.total_reward(weights) for sample in samples]
     if compares_steps:
         # Unequal steps of single responses teach something even if their sums are equal.
         outcomes = []
-        for segments, reward in zip(episodes, rewards, strict=True):
-            outcomes.append((reward, *_judged_steps(segments[-1])))
+        for sample, reward in zip(samples, rewards, strict=True):
+            outcomes.append((reward, *_judged_steps(sample)))
         rewards = [outcomes.index(outcome) for outcome in outcomes]
 
-    groups = [segments[0].group for segments in episodes]
+    groups = [sample.group for sample in samples]
     teaches = ~one_reward_groups(torch.tensor(rewards), torch.tensor(groups))
-    return list(chain.from_iterable(compress(episodes, teaches.tolist())))
+    return list(compress(samples, teaches.tolist()))
 
 
-def _judged_steps(trajectory: Trajectory) -> list[float]:
+def _judged_steps(sample: Sample) -> list[float]:
     """Rewards that are compared step by step: those of a single response, not of an agent's turns."""
-    if trajectory.episode is not None:
+    if sample.episode is not None:
         return []
-    return trajectory.step_rewards
+    return sample.last.step_rewards
 
 
 def one_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Experience from trajectories: log-probs, values, rewards and advantages."""
+"""Experience from samples: log-probs, values, rewards and advantages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
-from openppo.experience.episode_segments import EpisodeSegments
 from openppo.experience.estimators import group_moments
 from openppo.experience.forwards import (
     Forwards,
@@ -35,6 +34,7 @@ from openppo.experience.own_kl_controller import make_kl_controller
 from openppo.experience.replay_buffer import split_rows
 from openppo.experience.reward_names import RewardNames
 from openppo.experience.running_moments import RunningMoments
+from openppo.experience.sample_rows import SampleRows
 from openppo.experience.scoring import check_rewards
 from openppo.experience.token_rewards import (
     StepRewards,
@@ -44,22 +44,21 @@ from openppo.experience.token_rewards import (
     shape_scores,
 )
 from openppo.models.log_probs import compute_approx_kl
-from openppo.rollout.episodes import by_episode, episode_reward, whole_rewards
-from openppo.rollout.rollout import Rollout, wait_for_scores
+from openppo.rollout.rollout import Rollout, unscored, wait_for_scores
 from openppo.tracking import Metrics
-from openppo.types import Comm, Experience, Trajectory
+from openppo.types import Comm, Experience, Sample, Segment, segments_of
 
 _STATEFUL = ("kl_controller", "moments")
 
 
 @dataclass(eq=False)
 class ExperienceMaker:
-    """Run the models over trajectories and compute the inputs of the losses; ``make`` does all of it.
+    """Run the models over segments and compute the inputs of the losses; ``make`` does all of it.
 
     ``actor`` and ``reference`` (None without a KL) are called like ``Actor.forward``, ``critic`` (None for estimators
     without one) like a ``ScalarHeadModel``. All ranks call every method together; no group is split between ranks.
 
-    >>> [experience.advantages.shape for experience in maker.make(trajectories, Metrics())]
+    >>> [experience.advantages.shape for experience in maker.make(samples, Metrics())]
     [torch.Size([1, 4]), torch.Size([1, 4])]
     """
 
@@ -100,20 +99,20 @@ class ExperienceMaker:
         )
 
     def make(
-        self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0
+        self, samples: Sequence[Sample], metrics: Metrics, n_done: int = 0
     ) -> list[Experience]:
-        """Make one experience per trajectory, in order, on this maker's device (``buffer_cpu_offload``: the host).
+        """Make one experience per segment, in order, on this maker's device (``buffer_cpu_offload``: the host).
 
         Runs the models, then waits for scores still under way (or for a signal: ``Interrupted`` on all ranks).
         ``n_done`` is the number of global steps trained so far, which is also the policy's version.
         """
-        batch = self._rewarded(trajectories, metrics, n_done)
-        measure_staleness(trajectories, n_done, metrics)
-        return self._completed(batch, trajectories, metrics, n_done=n_done)
+        batch = self._rewarded(samples, metrics, n_done)
+        measure_staleness(samples, n_done, metrics)
+        return self._completed(batch, samples, metrics, n_done=n_done)
 
-    def count(self, samples: Sequence[object]) -> int:
-        """Number of samples over all ranks."""
-        return int(self.comm.all_reduce(torch.tensor(len(samples))))
+    def count(self, items: Sequence[object]) -> int:
+        """Number of items over all ranks."""
+        return int(self.comm.all_reduce(torch.tensor(len(items))))
 
     def state_dict(self) -> dict[str, Any]:
         """State for ``load_state_dict``, as JSON."""
@@ -125,48 +124,52 @@ class ExperienceMaker:
             getattr(self, name).load_state_dict(state[name])
 
     def _rewarded(
-        self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int, values: bool = True
+        self, samples: Sequence[Sample], metrics: Metrics, n_done: int, values: bool = True
     ) -> Experience | None:
-        """One batch with token rewards; None on a rank without trajectories. Without ``values`` no critic runs."""
-        unscored = trajectories.unscored if isinstance(trajectories, Rollout) else trajectories
+        """One batch with token rewards; None on a rank without samples. Without ``values`` no critic runs."""
         timer = self.hooks.timer
+        sampled = unscored(samples)
         if self.hooks.sampled_ids.left_out:
-            check_sampled(unscored, self.hooks.sampled_ids, self.comm)
+            check_sampled(sampled, self.hooks.sampled_ids, self.comm)
 
         with timer.phase("experience"):
-            source, is_stale = self._old_log_probs_from(trajectories, unscored, n_done)
-            batch = self.forwards(unscored, source, values)
+            source, is_stale = self._old_log_probs_from(samples, n_done)
+            batch = self.forwards(sampled, source, values)
             if is_stale and batch is not None:
-                behind = pad_sequence([staleness(t, n_done) for t in unscored], batch_first=True)
+                lags = [staleness(segment, n_done) for segment in segments_of(sampled)]
+                behind = pad_sequence(lags, batch_first=True)
                 batch = batch.with_fields(staleness=behind.to(self.device))
 
         with timer.phase("scoring"):
-            wait_for_scores(trajectories, self.hooks.stop)
-            check_rewards(unscored, self.comm, self.measured_weights is not None)
-        self.reward_names.check(unscored)
-        if isinstance(trajectories, Rollout):
-            metrics.merge(trajectories.metrics)
+            wait_for_scores(samples, self.hooks.stop)
+            check_rewards(samples, self.comm, self.measured_weights is not None)
+        self.reward_names.check(samples)
+        if isinstance(samples, Rollout):
+            metrics.merge(samples.metrics)
 
         with timer.phase("experience"):
             shaping = self.config.shaping
             if shaping.normalize_reward and shaping.reward_normalizer == "running":
-                episodes = by_episode(unscored)
-                rewards = [episode_reward(segments, self.weights) for segments in episodes]
-                self.moments.update(torch.tensor(rewards), self.comm)
+                self.moments.update(torch.tensor(self._total_rewards(samples)), self.comm)
             if batch is None:
                 return None
 
-            measure_scores(unscored, self.measured_weights, metrics)
-            measure_sources(unscored, self.hooks.sources, self.measured_weights, metrics=metrics)
-            rewards = whole_rewards(unscored, self.weights)
-            batch = batch.with_fields(scores=torch.tensor(rewards, device=self.device))
-            measure_tasks(unscored, batch, self.weights, n_done=n_done, metrics=metrics)
-            return self._add_rewards(batch, unscored, metrics)
+            measure_scores(samples, self.measured_weights, metrics)
+            measure_sources(samples, self.hooks.sources, self.measured_weights, metrics=metrics)
+            rows = SampleRows(samples, self.device)
+            rewards = torch.tensor(self._total_rewards(samples), device=self.device)  # (N,)
+            batch = batch.with_fields(scores=rewards.repeat_interleave(rows.n_rows))
+            measure_tasks(samples, batch, self.weights, n_done=n_done, metrics=metrics)
+            return self._add_rewards(batch, samples, rows, metrics=metrics)
+
+    def _total_rewards(self, samples: Sequence[Sample]) -> list[float]:
+        """Total reward of each sample before shaping."""
+        return [sample.total_reward(self.weights) for sample in samples]
 
     def _completed(
         self,
         batch: Experience | None,
-        trajectories: Sequence[Trajectory],
+        samples: Sequence[Sample],
         metrics: Metrics,
         n_done: int,
     ) -> list[Experience]:
@@ -179,7 +182,7 @@ class ExperienceMaker:
             measure_experience(batch, metrics)
             assert batch.advantages is not None
             measure_signal(
-                trajectories,
+                samples,
                 batch.advantages,
                 batch.action_mask,
                 weights=self.measured_weights,
@@ -194,18 +197,20 @@ class ExperienceMaker:
             return list(split_rows(batch))
 
     def _old_log_probs_from(
-        self, trajectories: Sequence[Trajectory], unscored: Sequence[Trajectory], n_done: int
+        self, samples: Sequence[Sample], n_done: int
     ) -> tuple[OldLogProbsFrom, bool]:
         """Source of the old policy's log-probs; True if older policies sampled any token. Collective."""
         # Foreign log-probs come from another engine, or from an agent, whose varying batches change the last bits.
-        is_from_engine = isinstance(trajectories, Rollout)
-        is_foreign = not is_from_engine or any(t.episode is not None for t in unscored)
-        is_stale = any(_versions(t) - {n_done} for t in unscored)
-        counts = torch.tensor([len(unscored), int(is_foreign), int(is_stale)])
-        n_samples, n_foreign, n_stale = self.comm.all_reduce(counts).tolist()
+        is_from_engine = isinstance(samples, Rollout)
+        sampled = unscored(samples)
+        segments = segments_of(sampled)
+        is_foreign = not is_from_engine or any(sample.episode is not None for sample in sampled)
+        is_stale = any(_versions(segment) - {n_done} for segment in segments)
+        counts = torch.tensor([len(segments), int(is_foreign), int(is_stale)])
+        n_rows, n_foreign, n_stale = self.comm.all_reduce(counts).tolist()
 
         trains_actor = n_done >= self.frozen_steps
-        fits_one_update = 0 < n_samples <= self.config.batch.train_batch_size
+        fits_one_update = 0 < n_rows <= self.config.batch.train_batch_size
         source = old_log_probs_from(
             self.config,
             single_update=fits_one_update and n_stale == 0 and trains_actor,
@@ -214,20 +219,17 @@ class ExperienceMaker:
         return source, n_stale > 0
 
     def _add_rewards(
-        self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics
+        self, batch: Experience, samples: Sequence[Sample], rows: SampleRows, metrics: Metrics
     ) -> Experience:
         """Add token rewards: KL penalty, and scores and step rewards less the baseline."""
-        segments = EpisodeSegments(trajectories, self.device)
-        scores, steps = self._shaped(trajectories, segments)
+        scores, steps = self._shaped(samples, rows)
         measure_shaped(steps.added_to(scores), self.measured_weights, metrics)
 
-        greedy = (
-            self._greedy_rewards(trajectories, segments) if self.estimator.needs_greedy else None
-        )
+        greedy = self._greedy_rewards(samples) if self.estimator.needs_greedy else None
         if self.estimator.compares_steps:
-            scores, steps = segments.outcomes(scores, steps)
-        scores, step_rewards = self.estimator.rewards(scores, steps, segments.groups, greedy)
-        scores, token_rewards = segments.split(scores, step_rewards)
+            scores, steps = rows.outcomes(scores, steps)
+        scores, step_rewards = self.estimator.rewards(scores, steps, rows.groups, greedy)
+        scores, token_rewards = rows.by_row(scores, step_rewards)
 
         mask = batch.action_mask
         kl = None
@@ -248,58 +250,49 @@ class ExperienceMaker:
         )
         return batch.with_fields(advantages=advantages, returns=returns)
 
-    def _greedy_rewards(
-        self, trajectories: Sequence[Trajectory], segments: EpisodeSegments
-    ) -> Tensor:
-        """Shaped whole rewards (E,) of the greedy responses that belong to the episodes."""
-        responses = [trajectories[row].greedy for row in segments.last.tolist()]
-        assert all(responses), "each trajectory needs its greedy response"
-        by_id = {id(segment): segment for response in responses for segment in response}
-        distinct = list(by_id.values())
-        greedy_segments = EpisodeSegments(distinct, self.device)
-        scores, steps = self._shaped(distinct, greedy_segments)
-        rewards = steps.added_to(scores)
+    def _greedy_rewards(self, samples: Sequence[Sample]) -> Tensor:
+        """Shaped total rewards (N,) of the greedy responses that belong to the samples."""
+        by_group: dict[int, Sample] = {}
+        for sample in samples:
+            assert sample.greedy is not None, "each sample needs its greedy response"
+            by_group[sample.group] = sample.greedy
+        greedy = list(by_group.values())
+        scores, steps = self._shaped(greedy, SampleRows(greedy, self.device))
 
-        last_segments = [distinct[row] for row in greedy_segments.last.tolist()]
-        places = {id(segment): place for place, segment in enumerate(last_segments)}
-        return rewards[[places[id(response[-1])] for response in responses]]
+        places = {group: place for place, group in enumerate(by_group)}
+        return steps.added_to(scores)[[places[sample.group] for sample in samples]]
 
-    def _shaped(
-        self, trajectories: Sequence[Trajectory], segments: EpisodeSegments
-    ) -> tuple[Tensor, StepRewards]:
-        """Scores (E,) of episodes, normalized, penalized and clipped by options, and rewards of their steps.
+    def _shaped(self, samples: Sequence[Sample], rows: SampleRows) -> tuple[Tensor, StepRewards]:
+        """Scores (N,) of samples, normalized, penalized and clipped by options, and rewards of their steps.
 
-        Whole rewards are normalized: steps are divided by the std of whole rewards, and the score is the shaped whole
-        reward less the steps, so that the mean is subtracted only once from an episode, however many steps it has.
+        Total rewards are normalized: steps are divided by the std of total rewards, and the score is the shaped total
+        reward less the steps, so that the mean is subtracted only once from a sample, however many steps it has.
         """
-        total_scores = [t.total_score(self.weights) for t in trajectories]
+        total_scores = [sample.total_score(self.weights) for sample in samples]
         scores = torch.tensor(total_scores, dtype=torch.float32, device=self.device)
-        step_rewards = collect_step_rewards(trajectories, self.device)
-        scores, steps = segments.join(scores, step_rewards)
+        steps = collect_step_rewards(samples, self.device)
 
         shaping = self.config.shaping
         max_len = self.config.generation.generate_max_len
         if not shaping.normalize_reward or shaping.reward_normalizer == "model":
             scores = shape_scores(
-                scores, segments.truncated, segments.longest, config=shaping, max_len=max_len
+                scores, rows.truncated, rows.longest, config=shaping, max_len=max_len
             )
             return scores, steps
 
         whole = steps.added_to(scores)
         if shaping.reward_normalizer == "group":
-            mean, std = group_moments(whole, segments.groups)
+            mean, std = group_moments(whole, rows.groups)
             whole = (whole - mean) / std
             steps = StepRewards(steps.rewards / std[:, None], steps.ends)
         else:
             whole = self.moments.normalize(whole)
             steps = StepRewards(steps.rewards / self.moments.scale, steps.ends)
 
-        whole = shape_scores(
-            whole, segments.truncated, segments.longest, config=shaping, max_len=max_len
-        )
+        whole = shape_scores(whole, rows.truncated, rows.longest, config=shaping, max_len=max_len)
         return steps.taken_from(whole), steps
 
 
-def _versions(trajectory: Trajectory) -> set[int]:
+def _versions(segment: Segment) -> set[int]:
     """Versions of the policies that sampled the trained actions."""
-    return set(compress(trajectory.versions, trajectory.loss_mask))
+    return set(compress(segment.versions, segment.loss_mask))

@@ -8,43 +8,43 @@ from torch import Tensor
 from openppo.experience.replay_buffer import join_rows
 from openppo.models.correction import RatioRange
 from openppo.models.log_probs import KLEstimator, compute_approx_kl, masked_sum, policy_ratio
-from openppo.rollout.episodes import by_episode, episode_reward, whole_rewards
 from openppo.tracking import Histogram, Metrics, histogram
-from openppo.types import Comm, Experience, Trajectory
+from openppo.types import Comm, Experience, Sample, Segment, segments_of
 
 _EQUAL = 1e-6
 
 
 def measure_scores(
-    trajectories: Sequence[Trajectory],
+    samples: Sequence[Sample],
     weights: Mapping[str, float] | None,
     metrics: Metrics,
     prefix: str = "",
 ) -> None:
-    """Measure the whole ``reward`` of each episode, and each named score before weights as ``reward/<name>``.
+    """Measure the total ``reward`` of each sample, and each named score before weights as ``reward/<name>``.
 
     A score is left out where it equals the total. Numbers that reward functions return for logs are ``extra/<name>``.
     Where nothing gives rewards (``weights`` None) nothing is measured.
     """
     if weights is None:
         return
-    for segments in by_episode(trajectories):
-        earned = episode_reward(segments, weights)
+    for sample in samples:
+        earned = sample.total_reward(weights)
         metrics.add(f"{prefix}reward", earned)
         metrics.add(f"{prefix}reward_std", earned, reduce="std")
         metrics.add(f"{prefix}reward_max", earned, reduce="max")
         metrics.add(f"{prefix}reward_min", earned, reduce="min")
 
-        last = segments[-1]
-        for name, score in last.scores.items():
+        for name, score in sample.scores.items():
             if name != "reward" or name in weights:
                 metrics.add(f"{prefix}reward/{name}", score)
         token_rewards = [
-            segment.token_rewards for segment in segments if segment.token_rewards is not None
+            segment.token_rewards
+            for segment in sample.segments
+            if segment.token_rewards is not None
         ]
-        if token_rewards and last.scores:
+        if token_rewards and sample.scores:
             metrics.add(f"{prefix}reward/of_tokens", sum(map(sum, token_rewards)))
-        for name, extra in last.extras.items():
+        for name, extra in sample.extras.items():
             metrics.add(f"{prefix}extra/{name}", extra)
 
 
@@ -55,7 +55,7 @@ def measure_shaped(rewards: Tensor, weights: Mapping[str, float] | None, metrics
 
 
 def measure_sources(
-    trajectories: Sequence[Trajectory],
+    samples: Sequence[Sample],
     names: Mapping[str, str],
     weights: Mapping[str, float] | None,
     metrics: Metrics,
@@ -68,15 +68,21 @@ def measure_sources(
         return
     for source, name in names.items():
         prefix = f"source/{name}/"
-        source_samples = [t for t in trajectories if t.prompt.source == source]
+        source_samples = [sample for sample in samples if sample.prompt.source == source]
         measure_scores(source_samples, weights, metrics, prefix=prefix)
-        for trajectory in source_samples:
-            metrics.add(f"{prefix}response_length", sum(trajectory.action_mask))
-            metrics.add(f"{prefix}truncated_fraction", trajectory.truncated)
+        measure_lengths(source_samples, metrics, prefix=prefix)
+
+
+def measure_lengths(samples: Sequence[Sample], metrics: Metrics, prefix: str) -> None:
+    """Measure actions of each segment, and the fraction that ``--generate_max_len`` cut."""
+    for sample in samples:
+        for segment in sample.segments:
+            metrics.add(f"{prefix}response_length", segment.n_actions)
+            metrics.add(f"{prefix}truncated_fraction", sample.truncates(segment))
 
 
 def measure_tasks(
-    trajectories: Sequence[Trajectory],
+    samples: Sequence[Sample],
     batch: Experience,
     weights: Mapping[str, float],
     n_done: int,
@@ -84,15 +90,15 @@ def measure_tasks(
 ) -> None:
     """Measure reward, length, KL and staleness of each task, if there are several.
 
-    Rows of ``batch`` are ``trajectories``.
+    Rows of ``batch`` are the segments of ``samples``.
     """
-    for name in sorted({t.prompt.task for t in trajectories} - {""}):
+    for name in sorted({sample.prompt.task for sample in samples} - {""}):
         prefix = f"task/{name}/"
-        task_samples = [t for t in trajectories if t.prompt.task == name]
-        for segments in by_episode(task_samples):
-            metrics.add(f"{prefix}reward", episode_reward(segments, weights))
+        task_samples = [sample for sample in samples if sample.prompt.task == name]
+        for sample in task_samples:
+            metrics.add(f"{prefix}reward", sample.total_reward(weights))
 
-        in_task = [t.prompt.task == name for t in trajectories]
+        in_task = [sample.prompt.task == name for sample in samples for _ in sample.segments]
         rows = torch.tensor(in_task, device=batch.action_mask.device)
         mask = batch.action_mask[rows]
         metrics.add_tensor(f"{prefix}response_length", mask.sum(-1).float())
@@ -103,31 +109,34 @@ def measure_tasks(
             metrics.add_tensor(f"{prefix}kl", kl, mask)
 
 
-def staleness(trajectory: Trajectory, n_done: int) -> Tensor:
+def staleness(segment: Segment, n_done: int) -> Tensor:
     """Number of versions by which trained actions lag behind the policy after ``n_done`` steps, (L,) float32.
 
     0 for all other tokens.
     """
-    tokens = zip(trajectory.versions, trajectory.loss_mask, strict=True)
+    tokens = zip(segment.versions, segment.loss_mask, strict=True)
     lags = [float(n_done - version) if is_trained else 0.0 for version, is_trained in tokens]
     return torch.tensor(lags)
 
 
-def measure_staleness(trajectories: Sequence[Trajectory], n_done: int, metrics: Metrics) -> None:
+def measure_staleness(samples: Sequence[Sample], n_done: int, metrics: Metrics) -> None:
     """Measure mean and maximum number of versions by which trained actions lag behind the policy."""
-    lags = _staleness_of_actions(trajectories, n_done)
+    lags = _staleness_of_actions(samples, n_done)
     metrics.add_tensor("staleness", lags)
     metrics.add_tensor("staleness_max", lags, reduce="max")
 
 
-def _staleness_of_actions(trajectories: Sequence[Trajectory], n_done: int) -> Tensor:
+def _staleness_of_actions(samples: Sequence[Sample], n_done: int) -> Tensor:
     """Staleness of all trained actions, one after the other, (N,) float32."""
-    lags = [staleness(t, n_done)[torch.tensor(t.loss_mask)] for t in trajectories]
+    lags = [
+        staleness(segment, n_done)[torch.tensor(segment.loss_mask)]
+        for segment in segments_of(samples)
+    ]
     return torch.cat([torch.zeros(0), *lags])
 
 
 def measure_signal(
-    trajectories: Sequence[Trajectory],
+    samples: Sequence[Sample],
     advantages: Tensor,
     action_mask: Tensor,
     weights: Mapping[str, float] | None,
@@ -140,19 +149,20 @@ def measure_signal(
     """
     if weights is None:
         return
-    groups: dict[int, list[int]] = {}
-    for row, trajectory in enumerate(trajectories):
-        groups.setdefault(trajectory.group, []).append(row)
-    if all(len(rows) == 1 for rows in groups.values()):
+    has_signal = ((advantages != 0) & action_mask).any(-1)  # (B,)
+    has_signal_by_sample = has_signal.split([len(sample.segments) for sample in samples])
+    rewards: dict[int, list[float]] = {}
+    teaches: dict[int, bool] = {}
+    for sample, rows in zip(samples, has_signal_by_sample, strict=True):
+        rewards.setdefault(sample.group, []).append(sample.total_reward(weights))
+        teaches[sample.group] = teaches.get(sample.group, False) or bool(rows.any())
+    if all(len(earned) == 1 for earned in rewards.values()):
         return
 
-    rewards = whole_rewards(trajectories, weights)
-    teaches = ((advantages != 0) & action_mask).any(-1).tolist()
-    for rows in groups.values():
-        earned = [rewards[row] for row in rows]
+    for group, earned in rewards.items():
         tolerance = _EQUAL * max(1.0, *map(abs, earned))
         differ = max(earned) - min(earned) > tolerance
-        is_lost = differ and not any(teaches[row] for row in rows)
+        is_lost = differ and not teaches[group]
         metrics.add("groups_without_signal", is_lost, reduce="sum")
 
 
@@ -251,7 +261,7 @@ def measure_experience(batch: Experience, metrics: Metrics) -> None:
 
 
 def experience_histograms(
-    samples: Sequence[Experience], rewards: Sequence[float], comm: Comm
+    rows: Sequence[Experience], rewards: Sequence[float], comm: Comm
 ) -> dict[str, Histogram]:
     """Distributions over the samples of all ranks, by metric. Collective.
 
@@ -260,8 +270,8 @@ def experience_histograms(
     """
     names = ("response_length", "kl", "values", "returns", "advantages")
     values = dict.fromkeys(names, torch.zeros(0))
-    if samples:
-        batch = join_rows(samples)
+    if rows:
+        batch = join_rows(rows)
         mask = batch.action_mask
         tensors = batch.tensors()
         if batch.ref_log_probs is not None:

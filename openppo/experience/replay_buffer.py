@@ -1,4 +1,4 @@
-"""Buffer of a rollout: tensors of trajectories, normalized over all ranks, dealt out in optimizer steps."""
+"""Buffer of a rollout: tensors of segments, normalized over all ranks, dealt out in optimizer steps."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from openppo.models.batching import MicroBatchSize, micro_batches, split_overhea
 from openppo.models.dealing import deal
 from openppo.models.prefix_batches import shared_plan
 from openppo.tracking.metrics import Moments
-from openppo.types import Comm, Experience, SingleProcess, Trajectory
+from openppo.types import Comm, Experience, Sample, SingleProcess, segments_of
 
 T = TypeVar("T")
 
@@ -24,18 +24,27 @@ PER_ROW_FIELDS = ("scores", "truncated", "weight", "fraction")
 """Fields of shape (B,); all others are (B, L)."""
 
 
-def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> Experience:
-    """Pad the trajectories' tokens on the right; masks come from lengths, never from token ids."""
-    action_mask = pad_sequence([torch.tensor(t.loss_mask) for t in trajectories], batch_first=True)
-    log_probs = pad_sequence([torch.tensor(t.log_probs) for t in trajectories], batch_first=True)
+def collate(samples: Sequence[Sample], pad_token_id: int) -> Experience:
+    """Make a row of each segment, padded on the right; masks come from lengths, never from token ids."""
+    truncated: list[bool] = []
+    weights: list[float] = []
+    fractions: list[float] = []
+    for sample in samples:
+        truncated += [sample.truncates(segment) for segment in sample.segments]
+        weights += [sample.weight for _ in sample.segments]
+        fractions += sample.fractions
 
+    segments = segments_of(samples)
+    masks = [torch.tensor(segment.loss_mask) for segment in segments]
+    action_mask = pad_sequence(masks, batch_first=True)
+    log_probs = [torch.tensor(segment.log_probs) for segment in segments]
     return Experience(
-        ModelInputs.of(trajectories, pad_token_id),
+        ModelInputs.of(segments, pad_token_id),
         action_mask=action_mask,
-        rollout_log_probs=torch.where(action_mask, log_probs, 0.0),
-        truncated=torch.tensor([t.truncated for t in trajectories]),
-        weight=torch.tensor([t.weight for t in trajectories]),
-        fraction=torch.tensor([t.fraction for t in trajectories]),
+        rollout_log_probs=torch.where(action_mask, pad_sequence(log_probs, batch_first=True), 0.0),
+        truncated=torch.tensor(truncated),
+        weight=torch.tensor(weights),
+        fraction=torch.tensor(fractions),
     )
 
 
@@ -104,7 +113,7 @@ class ReplayBuffer:
 
     >>> from openppo.tracking.metrics import Metrics
     >>> buffer = ReplayBuffer()
-    >>> buffer.fill(maker.make(trajectories, Metrics()))
+    >>> buffer.fill(maker.make(samples, Metrics()))
     >>> len(buffer)
     2
     >>> steps = buffer.mini_batches(batch_size=1, micro_batch_size=1, epochs=1, seed=0)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from openppo import logger
-from openppo.types import Comm, Ending, Trajectory
+from openppo.types import Comm, Ending, Sample, segments_of
 
 _BATCHES_WITH_TASKS = 10
 """Batches before an unknown name is reported in a run with tasks."""
@@ -25,7 +25,7 @@ class RewardNames:
     n_batches: int = 0
     is_settled: bool = False
 
-    def check(self, trajectories: Sequence[Trajectory]) -> None:
+    def check(self, samples: Sequence[Sample]) -> None:
         """Raise ``ValueError`` on all ranks for the name of a reward that no sample has. Collective.
 
         With tasks a warning replaces the error. A failed episode has no names, and one that a limit ended may lack
@@ -35,11 +35,12 @@ class RewardNames:
         if self.is_settled or not (self.weights or self.pass_on):
             return
 
-        trained = [t for t in trajectories if t.episode is None or t.episode.ending.is_trained]
-        n_complete = sum(t.episode is None or t.episode.ending is Ending.COMPLETED for t in trained)
-        has_unnamed = any(t.token_rewards is not None for t in trained)
-        has_tasks = any(t.prompt.task for t in trained)
-        names = {name for t in trained for name in t.scores}
+        trained = [sample for sample in samples if sample.is_trained]
+        endings = [None if sample.episode is None else sample.episode.ending for sample in trained]
+        n_complete = sum(ending in (None, Ending.COMPLETED) for ending in endings)
+        has_unnamed = any(segment.token_rewards is not None for segment in segments_of(trained))
+        has_tasks = any(sample.prompt.task for sample in trained)
+        names = {name for sample in trained for name in sample.scores}
 
         gathered = self.comm.all_gather_object((n_complete, has_unnamed, has_tasks, names))
         counts, unnamed, tasks, names_of_ranks = zip(*gathered, strict=True)

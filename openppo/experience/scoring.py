@@ -1,68 +1,63 @@
-"""Scoring of trajectories, in the background of other work."""
+"""Scoring of samples, in the background of other work."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from openppo.rewards import Scorer, start_scoring
-from openppo.rollout.episodes import by_episode
 from openppo.rollout.failures import NothingTrainedError
 from openppo.rollout.rollout import Rollout
-from openppo.rollout.scores import write_scores
+from openppo.rollout.scores import scored
 from openppo.tracking import Metrics
-from openppo.types import Comm, Score, StopCheck, Trajectory
+from openppo.types import Comm, Sample, Score, StopCheck, segments_of
 
 
 def begin_scoring(
-    scorer: Scorer | None,
-    trajectories: list[Trajectory],
-    stop: StopCheck,
-    prefix: str = "",
+    scorer: Scorer | None, samples: Sequence[Sample], stop: StopCheck, prefix: str = ""
 ) -> Rollout:
-    """Start to score ``trajectories`` and their greedy responses; return a rollout of ``trajectories``.
+    """Start to score ``samples`` and their greedy responses; return a rollout of ``samples``.
 
-    An episode is scored once, by its last trajectory, unless it failed or already has a reward of the whole. The metric
-    ``reward_errors`` counts samples on which the reward function raises; with ``prefix`` a count of 0 is left out.
+    A sample is not scored if its episode failed or already has a reward of the whole. The metric ``reward_errors``
+    counts samples on which the reward function raises; with ``prefix`` a count of 0 is left out.
     """
-    greedy = {id(segment): segment for t in trajectories for segment in t.greedy}
-    episodes = by_episode([*trajectories, *greedy.values()])
-    pending = [segments for segments in episodes if needs_score(segments[-1])]
+    greedy = {sample.group: sample.greedy for sample in samples if sample.greedy is not None}
+    pending = [sample for sample in [*samples, *greedy.values()] if needs_score(sample)]
 
     wait_for: Callable[[], list[Score]] = list
     if scorer is not None:
-        wait_for = start_scoring(scorer, [segments[-1] for segments in pending], stop)
+        wait_for = start_scoring(scorer, pending, stop)
     metrics = Metrics()
 
-    def write() -> None:
+    def take_scored() -> list[Sample]:
         scores = wait_for()
-        if scorer is not None:
-            for segments, score in zip(pending, scores, strict=True):
-                _write_score(segments, score)
-
         n_failed = sum(score.failed for score in scores)
         if n_failed or not prefix:
             metrics.add(f"{prefix}reward_errors", n_failed, reduce="sum")
 
-    return Rollout(trajectories, metrics, write)
+        remaining = iter(scores)
+
+        def with_score(sample: Sample) -> Sample:
+            is_scored = scorer is not None and needs_score(sample)
+            return scored(sample, next(remaining)) if is_scored else sample
+
+        scored_samples = [with_score(sample) for sample in samples]
+        scored_greedy = {group: with_score(sample) for group, sample in greedy.items()}
+        return [
+            replace(sample, greedy=scored_greedy[sample.group]) if sample.greedy else sample
+            for sample in scored_samples
+        ]
+
+    return Rollout(samples, metrics, take_scored)
 
 
-def _write_score(segments: Sequence[Trajectory], score: Score) -> None:
-    """Write an episode's score into its last trajectory, and the named rewards into all of them."""
-    *earlier, last = segments
-    write_scores([last], [score])
-    for segment in earlier:
-        segment.scores.update(score.rewards)
-
-
-def check_rewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
+def check_rewarded(samples: Sequence[Sample], comm: Comm) -> None:
     """Raise ``NothingTrainedError`` on all ranks if the reward function failed on every sample. Collective.
 
     ``--reward_error_value`` replaces the reward of single samples; with no other rewards there is nothing to train on.
     """
-    episodes = by_episode(trajectories)
-    last_segments = [segments[-1] for segments in episodes]
-    errors = [segment.reward_error for segment in last_segments if segment.reward_error is not None]
-    counts = comm.all_reduce(torch.tensor([len(episodes), len(errors)]))
+    errors = [sample.reward_error for sample in samples if sample.reward_error is not None]
+    counts = comm.all_reduce(torch.tensor([len(samples), len(errors)]))
     n_samples, n_failed = counts.tolist()
     if n_failed == 0 or n_failed < n_samples:
         return
@@ -74,19 +69,19 @@ def check_rewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
     )
 
 
-def check_rewards(trajectories: Sequence[Trajectory], comm: Comm, has_rewards: bool) -> None:
+def check_rewards(samples: Sequence[Sample], comm: Comm, has_rewards: bool) -> None:
     """Raise on all ranks if no reward function worked, or if a run without rewards got some. Collective."""
     if has_rewards:
-        check_rewarded(trajectories, comm)
+        check_rewarded(samples, comm)
     else:
-        check_unrewarded(trajectories, comm)
+        check_unrewarded(samples, comm)
 
 
-def check_unrewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
+def check_unrewarded(samples: Sequence[Sample], comm: Comm) -> None:
     """Raise ``ValueError`` on all ranks for a reward in a run of ``--reward_fn none``. Collective."""
-    trained = [t for t in trajectories if t.episode is None or t.episode.ending.is_trained]
-    names = {name for t in trained for name in t.scores}
-    if any(t.token_rewards is not None for t in trained):
+    trained = [sample for sample in samples if sample.is_trained]
+    names = {name for sample in trained for name in sample.scores}
+    if any(segment.token_rewards is not None for segment in segments_of(trained)):
         names.add("token_rewards")
 
     all_names = sorted(set().union(*comm.all_gather_object(names)))
@@ -97,8 +92,8 @@ def check_unrewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
         )
 
 
-def needs_score(trajectory: Trajectory) -> bool:
+def needs_score(sample: Sample) -> bool:
     """True if reward sources score it, unlike an episode that failed or already has a reward of the whole."""
-    if trajectory.episode is None:
+    if sample.episode is None:
         return True
-    return trajectory.episode.ending.is_trained and not trajectory.scores
+    return sample.is_trained and not sample.scores

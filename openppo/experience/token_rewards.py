@@ -8,7 +8,7 @@ from torch import Tensor
 
 from openppo.config import RewardShapingConfig
 from openppo.models.argument_order import check_tensor
-from openppo.types import Trajectory
+from openppo.types import Sample, segments_of
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,24 @@ class StepRewards:
         return scores.to(whole_rewards.dtype)
 
 
-def collect_step_rewards(trajectories: Sequence[Trajectory], device: torch.device) -> StepRewards:
-    """Collate rewards of steps or tokens; both (B, L), right-padded."""
-    width = max(len(t.token_ids) for t in trajectories)
-    rewards = torch.zeros(len(trajectories), width)
+def collect_step_rewards(samples: Sequence[Sample], device: torch.device) -> StepRewards:
+    """Collate rewards of steps or tokens, the segments of a sample side by side; both (N, segments * L)."""
+    most = max(len(sample.segments) for sample in samples)
+    width = max(len(segment.token_ids) for segment in segments_of(samples))
+    rewards = torch.zeros(len(samples), most, width)
     ends = torch.zeros(rewards.shape, dtype=torch.bool)
-    for row, t in enumerate(trajectories):
-        if t.token_rewards is None:
-            continue
-        rewards[row, : len(t.token_rewards)] = torch.tensor(t.token_rewards)
-        step_ends = t.action_mask if t.step_ends is None else t.step_ends
-        row_ends = torch.tensor(step_ends) & torch.tensor(t.action_mask)
-        ends[row, : len(t.action_mask)] = row_ends
+    for row, sample in enumerate(samples):
+        for place, segment in enumerate(sample.segments):
+            if segment.token_rewards is None:
+                continue
+            n_tokens = len(segment.token_ids)
+            rewards[row, place, :n_tokens] = torch.tensor(segment.token_rewards)
+            step_ends = segment.action_mask if segment.step_ends is None else segment.step_ends
+            segment_ends = torch.tensor(step_ends) & torch.tensor(segment.action_mask)
+            ends[row, place, :n_tokens] = segment_ends
 
     rewards = torch.where(ends, rewards, 0.0)
-    return StepRewards(rewards.to(device), ends.to(device))
+    return StepRewards(rewards.flatten(1).to(device), ends.flatten(1).to(device))
 
 
 def compute_reward(

@@ -11,13 +11,12 @@ from openppo.orchestrator.groups import GroupPlan, Outcome
 from openppo.orchestrator.schedule import Start, TaskSchedule
 from openppo.orchestrator.work_buffer import Group, WorkBuffer
 from openppo.orchestrator.workers import Pause, Workers
-from openppo.rollout.episodes import by_episode, episode_reward
 from openppo.rollout.failures import N_SHOWN, NothingTrainedError
 from openppo.rollout.kept import as_json, from_json, is_kept_whole
 from openppo.rollout.tasks import RunTask
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current
-from openppo.types import Prompt, StopCheck, Trajectory
+from openppo.types import Prompt, Sample, StopCheck
 
 _POLL_SECONDS = 0.1
 _ALL_EQUAL = "--dynamic_sampling: {} groups in a row had equal rewards: use other prompts, or a finer reward."
@@ -50,7 +49,7 @@ class Coordinator:
         self._next = 0
         self._starts: dict[int, Start] = {}  # running and complete groups
         self._metrics: dict[int, Metrics] = {}  # complete groups
-        self._failed: list[Trajectory] = []  # stand-ins for the last failed episodes
+        self._failed: list[Sample] = []  # stand-ins for the last failed episodes
         self._begun = self._wanted = False
         self._batch: list[Group] | None = None
         self._fault: Exception | None = None
@@ -103,7 +102,7 @@ class Coordinator:
             self._hand_out()
             return batch, metrics
 
-    def take_failed(self) -> list[Trajectory]:
+    def take_failed(self) -> list[Sample]:
         """Return stand-ins for the last episodes that failed since the previous call."""
         with self._changed:
             failed = self._failed
@@ -210,17 +209,16 @@ class Coordinator:
         if number not in self.buffer.running:  # dropped by load_state_dict()
             return
 
-        if outcome.trajectories is None:
+        if outcome.samples is None:
             self._drop_failed(outcome)
             return
 
-        start = self._starts[number] if outcome.trajectories else self._starts.pop(number)
+        start = self._starts[number] if outcome.samples else self._starts.pop(number)
         plan = self.plans[start.task]
-        episodes = by_episode(outcome.trajectories)
-        rewards = [episode_reward(segments, plan.weights) for segments in episodes]
+        rewards = [sample.total_reward(plan.weights) for sample in outcome.samples]
         self.schedule.accept(start, rewards, outcome.seconds)
-        if outcome.trajectories:
-            self.buffer.complete(number, outcome.trajectories)
+        if outcome.samples:
+            self.buffer.complete(number, outcome.samples)
             self._metrics[number] = outcome.metrics
             return
 
@@ -277,14 +275,14 @@ class Coordinator:
 def _saved(
     complete: Mapping[Start, Group], plans: Mapping[str, GroupPlan]
 ) -> tuple[list[dict[str, Any]], dict[Start, int]]:
-    """Return the groups that JSON can hold as JSON, and the number of episodes in each other group."""
+    """Return the groups that JSON can hold as JSON, and the number of samples in each other group."""
     groups: list[dict[str, Any]] = []
     lost: dict[Start, int] = {}
     for start, group in complete.items():
         if is_kept_whole(group, plans[start.task].prompt(start.index)):
             groups.append({"start": vars(start), **as_json(group)})
         else:
-            lost[start] = len(by_episode(group))
+            lost[start] = len(group)
     if lost:
         logger.info(
             "%d groups with images of agents are not in the checkpoint, but played again", len(lost)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import islice
 from typing import NamedTuple
 from zlib import crc32
 
@@ -24,7 +24,7 @@ from openppo.rollout.seeds import sample_seed
 from openppo.rollout.tasks import RunTask, TaskSampler
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current
-from openppo.types import Prompt, SamplingParams, StopCheck, Trajectory
+from openppo.types import Prompt, Sample, SamplingParams, StopCheck
 
 ATTEMPTS = 3
 """Attempts at each sample, unless its task sets ``retries``; then its group continues without it."""
@@ -89,24 +89,24 @@ class GroupPlan:
 class Outcome:
     """Outcome of a group after ``seconds``.
 
-    ``trajectories`` are scored; without any the group teaches nothing, and None stands for a failed group. ``failed``
+    ``samples`` are scored; without any the group teaches nothing, and None stands for a failed group. ``failed``
     are stand-ins for some of its failed attempts.
     """
 
     number: int
-    trajectories: list[Trajectory] | None
+    samples: list[Sample] | None
     metrics: Metrics
     error: str = ""
-    failed: Sequence[Trajectory] = ()
+    failed: Sequence[Sample] = ()
     seconds: float = 0.0
 
 
 class _Unscored(NamedTuple):
     """A group that waits for its scores."""
 
-    trajectories: list[Trajectory]
+    samples: list[Sample]
     metrics: Metrics
-    scored: asyncio.Future[None]
+    scored: asyncio.Future[list[Sample]]
 
 
 @dataclass(eq=False)
@@ -127,7 +127,7 @@ class GroupPlayer:
         begun = time.monotonic()
         failures: list[SampleFailed] = []
         outcome = await self._play(start, failures)
-        failed = [error.trajectory for error in failures if error.trajectory is not None]
+        failed = [error.sample for error in failures if error.sample is not None]
         return replace(outcome, failed=failed[:N_SHOWN], seconds=time.monotonic() - begun)
 
     async def join(self, task: RunTask, prompts: Sequence[Prompt]) -> None:
@@ -140,16 +140,13 @@ class GroupPlayer:
         number = start.number
         metrics = Metrics()
         work = [
-            self._member(
-                plan, start, sample, params=plan.params, metrics=metrics, failures=failures
-            )
-            for sample in range(plan.n_samples)
+            self._member(plan, start, place, params=plan.params, metrics=metrics, failures=failures)
+            for place in range(plan.n_samples)
         ]
         members = await asyncio.gather(*work)
-        good = [segments for segments in members if segments is not None]
-        if len(good) < min(2, plan.n_samples):
+        samples = [sample for sample in members if sample is not None]
+        if len(samples) < min(2, plan.n_samples):
             return Outcome(number, None, metrics, error=str(failures[-1]))
-        trajectories = list(chain.from_iterable(good))
 
         if plan.estimator.needs_greedy:
             params = replace(plan.params, temperature=0.0)
@@ -158,31 +155,30 @@ class GroupPlayer:
             )
             if greedy is None:
                 return Outcome(number, None, metrics, error=str(failures[-1]))
-            for trajectory in trajectories:
-                trajectory.greedy = tuple(greedy)
+            samples = [replace(sample, greedy=greedy) for sample in samples]
 
-        await self._score(trajectories, metrics)
+        samples = await self._scored(samples, metrics)
         if plan.most_in_vain > 0:
-            errors = [row.reward_error for row in trajectories if row.reward_error is not None]
-            if len(errors) == len(trajectories):
+            errors = [sample.reward_error for sample in samples if sample.reward_error is not None]
+            if len(errors) == len(samples):
                 return Outcome(number, None, metrics, error=errors[0])
-            trajectories = useful_groups(trajectories, plan.estimator.compares_steps, plan.weights)
-        return Outcome(number, trajectories, metrics)
+            samples = useful_groups(samples, plan.estimator.compares_steps, plan.weights)
+        return Outcome(number, samples, metrics)
 
     async def _member(
         self,
         plan: GroupPlan,
         start: Start,
-        sample: int,
+        place: int,
         params: SamplingParams,
         metrics: Metrics,
         failures: list[SampleFailed],
-    ) -> list[Trajectory] | None:
-        """Return the segments of one sample; None if all attempts failed."""
+    ) -> Sample | None:
+        """Return the sample at ``place`` of its group; None if all attempts failed."""
         prompt = plan.prompt(start.index)
         env_seed = sample_seed(plan.seed, start.index) % 2**31
         for attempt in range(plan.attempts):
-            seed = plan.sample_seed(start.index, sample, attempt)
+            seed = plan.sample_seed(start.index, place, attempt)
             try:
                 return await self.sampler.sample_one(
                     prompt, params, seed, env_seed=env_seed, group=start.number, metrics=metrics
@@ -191,25 +187,26 @@ class GroupPlayer:
                 failures.append(error)
         return None
 
-    async def _score(self, trajectories: list[Trajectory], metrics: Metrics) -> None:
+    async def _scored(self, samples: list[Sample], metrics: Metrics) -> list[Sample]:
         """Score in the background; groups that wait meanwhile are scored together."""
         if self.scorer is None:
-            return
+            return samples
 
         scored = asyncio.get_running_loop().create_future()
-        self._unscored.append(_Unscored(trajectories, metrics, scored))
+        self._unscored.append(_Unscored(samples, metrics, scored))
         while self._unscored and not self.is_scoring:
             self.is_scoring = True
             groups = self._unscored
             self._unscored = []
             try:
-                rows = [trajectory for group in groups for trajectory in group.trajectories]
-                rollout = begin_scoring(self.scorer, rows, StopCheck())
+                together = [sample for group in groups for sample in group.samples]
+                rollout = begin_scoring(self.scorer, together, StopCheck())
                 await asyncio.to_thread(rollout.wait)
                 current.progress()
             finally:
                 self.is_scoring = False
             groups[0].metrics.merge(rollout.metrics)
+            remaining = iter(rollout)
             for group in groups:
-                group.scored.set_result(None)
-        await scored
+                group.scored.set_result(list(islice(remaining, len(group.samples))))
+        return await scored

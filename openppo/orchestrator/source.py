@@ -1,7 +1,7 @@
-"""The asynchronous ``RolloutSource``: its trajectories are sampled while the policy trains."""
+"""The asynchronous ``RolloutSource``: its samples are made while the policy trains."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ from openppo.datasets import shard
 from openppo.experience.hooks import Hooks
 from openppo.experience.scoring import begin_scoring
 from openppo.orchestrator.coordinator import Coordinator
+from openppo.orchestrator.work_buffer import Group
 from openppo.orchestrator.worker import Worker
 from openppo.rewards import Scorer
 from openppo.rollout.failures import NothingTrainedError
@@ -20,7 +21,7 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.strategy.weights import WeightSender
 from openppo.tracking import Metrics
 from openppo.tracking.phase import phase
-from openppo.types import Comm, RolloutSource, Trajectory
+from openppo.types import Comm, RolloutSource, Sample
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class AsyncSource:
         """Global steps of the whole run."""
         return self.n_steps
 
-    def __iter__(self) -> Iterator[list[Trajectory]]:
+    def __iter__(self) -> Iterator[Rollout]:
         while True:
             yield self._next()
 
@@ -81,8 +82,8 @@ class AsyncSource:
         if self.coordinator is not None:
             self.coordinator.advance(version, is_due)
 
-    def evaluate(self) -> list[Trajectory]:
-        """Return scored responses to held-out tasks, sampled on the ranks that train."""
+    def evaluate(self) -> Sequence[Sample]:
+        """Return scored samples of held-out prompts, sampled on the ranks that train."""
         return self.engines.held_out.evaluate()
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,8 +110,8 @@ class AsyncSource:
             with timer.phase("generation"):
                 groups, metrics = self._batch()
             rank_groups = shard(groups, self.comm.rank, self.comm.world_size)
-            trajectories = [trajectory for group in rank_groups for trajectory in group]
-            n_sampled = sum(sum(trajectory.action_mask) for trajectory in trajectories)
+            samples = [sample for group in rank_groups for sample in group]
+            n_sampled = sum(sample.n_actions for sample in samples)
             timer.count_tokens("generation", n_sampled)
             if self._transfer is not None:
                 metrics.merge(self._transfer)
@@ -118,16 +119,16 @@ class AsyncSource:
 
             rank_metrics = metrics if self.comm.rank == 0 else Metrics()  # ranks are summed
             if self.scorer is None:
-                rollout = Rollout(trajectories, rank_metrics)
+                rollout = Rollout(samples, rank_metrics)
             else:
                 with timer.phase("scoring"):
-                    rollout = begin_scoring(self.scorer, trajectories, self.hooks.stop)
+                    rollout = begin_scoring(self.scorer, samples, self.hooks.stop)
                 rollout.metrics.merge(rank_metrics)
             if self.coordinator is not None:
                 rollout.failed.extend(self.coordinator.take_failed())
             return rollout
 
-    def _batch(self) -> tuple[list[list[Trajectory]], Metrics]:
+    def _batch(self) -> tuple[list[Group], Metrics]:
         """Return the groups of all ranks; all raise ``Interrupted`` upon a signal, or ``NothingTrainedError``."""
         if self.coordinator is not None:
             self.coordinator.want_batch()

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from openppo import logger
-from openppo.rollout.episodes import by_episode
-from openppo.rollout.kept import oldest_version, without_old
+from openppo.rollout.kept import newest_version, oldest_version, without_old
 from openppo.tracking import Metrics
-from openppo.types import Trajectory
+from openppo.types import Sample
 
-Group = list[Trajectory]
+Group = list[Sample]
 _OUTCOMES = ("trained", "filtered", "stale", "failed")
 _MUCH = 0.05
 """Share of stale episodes that is worth a warning."""
@@ -40,7 +39,7 @@ class WorkBuffer:
     in_vain: int = 0
     """Groups filtered since the last complete one."""
     _lengths: list[tuple[int, bool]] = field(default_factory=list)
-    """Tokens of each episode since ``measure``, and True if it was too old."""
+    """Tokens of each sample since ``measure``, and True if it was too old."""
     _has_warned: bool = False
 
     @property
@@ -90,18 +89,18 @@ class WorkBuffer:
         self.synced = version
 
     def drop_stale(self) -> dict[int, int]:
-        """Drop complete episodes that are too old; return their number by group.
+        """Drop complete samples that are too old; return their number by group.
 
         A group of which too few are left is dropped as a whole.
         """
         n_stale: dict[int, int] = {}
         oldest = self.version - self.max_staleness
         for number, group in list(self.buffered.items()):
-            if not _is_old(group, oldest):
+            if not any(_is_old(sample, oldest) for sample in group):
                 continue
 
             fresh = self._fresh_part(group, oldest)
-            n_stale[number] = len(by_episode(group)) - len(by_episode(fresh))
+            n_stale[number] = len(group) - len(fresh)
             if fresh:
                 self.buffered[number] = fresh
             else:
@@ -120,7 +119,7 @@ class WorkBuffer:
         groups = [self.buffered.pop(number) for number in numbers]
         self.counts["trained"] += len(groups)
         for group in groups:
-            self._lengths += [(_n_tokens(segments), False) for segments in by_episode(group)]
+            self._lengths += [(_n_tokens(sample), False) for sample in group]
         self._check()
         return groups
 
@@ -162,22 +161,17 @@ class WorkBuffer:
         self._check()
 
     def _fresh_part(self, group: Group, oldest: int) -> Group:
-        """Return the fresh episodes of a group; none if fewer than two of several are left."""
-        episodes = by_episode(group)
-        fresh: list[list[Trajectory]] = []
-        for segments in episodes:
-            if not _is_old(segments, oldest):
-                fresh.append(segments)
-            elif self.stale == "mask" and any(
-                max(segment.versions) >= oldest for segment in segments
-            ):
-                fresh.append([without_old(segment, oldest) for segment in segments])
+        """Return the fresh samples of a group; none if fewer than two of several are left."""
+        fresh: Group = []
+        for sample in group:
+            if not _is_old(sample, oldest):
+                fresh.append(sample)
+            elif self.stale == "mask" and newest_version(sample) >= oldest:
+                fresh.append(without_old(sample, oldest))
             else:
-                self._lengths.append((_n_tokens(segments), True))
+                self._lengths.append((_n_tokens(sample), True))
 
-        if len(fresh) < min(2, len(episodes)):
-            return []
-        return [segment for segments in fresh for segment in segments]
+        return fresh if len(fresh) >= min(2, len(group)) else []
 
     def _check(self) -> None:
         placed = sum(self.counts.values()) + len(self.buffered) + len(self.running)
@@ -186,14 +180,14 @@ class WorkBuffer:
         )
 
 
-def _is_old(trajectories: Group, oldest: int) -> bool:
+def _is_old(sample: Sample, oldest: int) -> bool:
     """True if an action of a version before ``oldest`` would be trained on."""
-    versions = map(oldest_version, trajectories)
-    return any(version is not None and version < oldest for version in versions)
+    version = oldest_version(sample)
+    return version is not None and version < oldest
 
 
-def _n_tokens(segments: Sequence[Trajectory]) -> int:
-    return sum(len(segment.token_ids) for segment in segments)
+def _n_tokens(sample: Sample) -> int:
+    return sum(len(segment.token_ids) for segment in sample.segments)
 
 
 def _measure_by_length(lengths: Sequence[tuple[int, bool]], metrics: Metrics) -> None:

@@ -39,7 +39,7 @@ from openppo.rewards.reward_function import RewardFunction
 from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.rewards.verifiable import VerifiableScorer, make_verify
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
-from openppo.types import Prompt, Trajectory
+from openppo.types import Prompt, Sample
 from openppo.user_code import find_callable
 
 _FUNCTION_NAMES = "reward_fn", "compute_score"
@@ -50,7 +50,7 @@ _FUNCTION_NAMES = "reward_fn", "compute_score"
 class ScorerSetup:
     """Options of ``rewards``, and the parts of a run that its sources need.
 
-    ``actor`` is ``--pretrain`` or its config; trajectories hold token ids of its ``tokenizer``. ``prompts`` are all
+    ``actor`` is ``--pretrain`` or its config; samples hold token ids of its ``tokenizer``. ``prompts`` are all
     prompts that will be scored: their columns, labels and chats are checked. ``size`` limits one forward. ``loading``
     holds ``bf16``, ``flash_attn`` and ``trust_remote_code`` for models. ``normalize`` uses the reward model's stored
     mean and std. With ``episodes`` whole conversations are scored. ``function_flag`` is the flag of the function in
@@ -224,7 +224,7 @@ class ScorerSetup:
 
     def _reader(
         self, model: str
-    ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase | None, Callable[[Trajectory], list[int]]]:
+    ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase | None, Callable[[Sample], list[int]]]:
         """A reward model's config, its tokenizer unless it reads the policy's ids, and its ids of a sample."""
         flag = "--reward_pretrain"
         where = f"{flag} {model}"
@@ -244,7 +244,7 @@ class ScorerSetup:
             _check_reads_images(config, actor, where, reads_ids=reads_ids)
 
         tokenizer = self.tokenizer
-        encode: Callable[[Trajectory], list[int]] = partial(policy_tokens, tokenizer)
+        encode: Callable[[Sample], list[int]] = partial(policy_tokens, tokenizer)
         rows: list[list[int]] = []
         if text_tokenizer is not None:
             tokenizer = text_tokenizer

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
-from openppo.rewards.function_values import Sample, make_samples
+from openppo.rewards.function_values import Values, values_of
 from openppo.rewards.reward_function import RewardFunction
 from openppo.rewards.scoring import (
     check_number,
@@ -21,7 +21,7 @@ from openppo.rewards.scoring import (
     score_of_steps,
     step_tokens,
 )
-from openppo.types import Score, Trajectory
+from openppo.types import Sample, Score
 
 _EXTRA = "extra"
 _SCORE = "score"
@@ -72,17 +72,18 @@ class FunctionScorer:
     def __str__(self) -> str:
         return self.function.where
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Return one score per trajectory.
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """Return one score per sample.
 
         ``RuntimeError`` from an exception of the function, and ``ValueError`` for a return value of another kind or a
         number that is not finite, name the sample.
         """
-        if not trajectories:
+        if not samples:
             return []
 
-        results = self._results(make_samples(trajectories, self.tokenizer))
-        scores = [self._score(result, t) for result, t in zip(results, trajectories, strict=True)]
+        results = self._results([values_of(sample, self.tokenizer) for sample in samples])
+        pairs = zip(results, samples, strict=True)
+        scores = [self._score(result, sample) for result, sample in pairs]
         failed = [score for score in scores if score.failed]
         if failed:
             logger.warning(
@@ -95,8 +96,8 @@ class FunctionScorer:
             )
         return scores
 
-    def _results(self, samples: Sequence[Sample]) -> list[Any]:
-        """Results of the function for each sample, or the exceptions that it raised."""
+    def _results(self, samples: Sequence[Values]) -> list[Any]:
+        """Results of the function for the values of each sample, or the exceptions that it raised."""
         alone = [[sample] for sample in samples]
         if not self.function.is_batch:
             return self._call(alone)
@@ -117,7 +118,7 @@ class FunctionScorer:
             results.append(_split(answer, 1, str(self))[0] if is_result else answer)
         return results
 
-    def _call(self, batches: Sequence[Sequence[Sample]]) -> list[Any]:
+    def _call(self, batches: Sequence[Sequence[Values]]) -> list[Any]:
         """Result or exception of the function for each batch; an async function runs on all at the same time."""
         if self._loop is not None:
             future = self._thread.submit(self._loop.run_until_complete, self._gather(batches))
@@ -133,33 +134,33 @@ class FunctionScorer:
         wait(futures)
         return [future.exception() or future.result() for future in futures]
 
-    async def _gather(self, batches: Sequence[Sequence[Sample]]) -> list[Any]:
+    async def _gather(self, batches: Sequence[Sequence[Values]]) -> list[Any]:
         """Await the function on all batches; exceptions are results."""
         return await asyncio.gather(*map(self.function, batches), return_exceptions=True)
 
-    def _score(self, result: Any, trajectory: Trajectory) -> Score:
+    def _score(self, result: Any, sample: Sample) -> Score:
         """Score from a result of the function, or from its exception."""
         if isinstance(result, BaseException):
-            return self._score_of_error(result, trajectory)
+            return self._score_of_error(result, sample)
         if isinstance(result, Mapping):
             extras = result.get(_EXTRA)
             if isinstance(extras, Mapping):
-                return self._score_with_extras(result, extras, trajectory)
+                return self._score_with_extras(result, extras, sample)
             values = {str(name): value for name, value in result.items()}
-            return self._score_of_dict(values, trajectory)
+            return self._score_of_dict(values, sample)
         is_array = getattr(result, "ndim", 0) == 1 and len(result) != 1
         if isinstance(result, list | tuple) or is_array:
-            return self._score_of_tokens(list(result), trajectory)
-        return Score({self.name: self._number(result, trajectory)})
+            return self._score_of_tokens(list(result), sample)
+        return Score({self.name: self._number(result, sample)})
 
-    def _number(self, value: Any, trajectory: Trajectory) -> float:
+    def _number(self, value: Any, sample: Sample) -> float:
         """Reward as float; ``ValueError`` names the sample unless it is a finite number."""
-        return check_number(value, trajectory, str(self))
+        return check_number(value, sample, str(self))
 
-    def _score_of_error(self, error: BaseException, trajectory: Trajectory) -> Score:
+    def _score_of_error(self, error: BaseException, sample: Sample) -> Score:
         """Score of a sample for which the function raised; ``RuntimeError`` without ``error_value``."""
-        sample = name_sample(trajectory)
-        text = f"{error!r} for {sample}"
+        name = name_sample(sample)
+        text = f"{error!r} for {name}"
         has_remedy = self.function.processes is None and _needs_main_thread(error)
         if has_remedy:
             text = f"{text}. {_MAIN_THREAD}"
@@ -169,28 +170,28 @@ class FunctionScorer:
         if has_remedy:
             raise RuntimeError(f"{self} raised {text}") from error
         raise RuntimeError(
-            f"{self} raised {error!r} for {sample}. With --reward_error_value such samples get a reward instead."
+            f"{self} raised {error!r} for {name}. With --reward_error_value such samples get a reward instead."
         ) from error
 
     def _score_with_extras(
-        self, result: Mapping[Any, Any], extras: Mapping[Any, Any], trajectory: Trajectory
+        self, result: Mapping[Any, Any], extras: Mapping[Any, Any], sample: Sample
     ) -> Score:
         """Score of a dict with a key "extra" of numbers that are only logged."""
         rewards: Any = {name: value for name, value in result.items() if name != _EXTRA}
         if rewards.keys() == {"reward"}:
             rewards = rewards["reward"]
-        score = self._score(rewards, trajectory)
+        score = self._score(rewards, sample)
 
         numbers = {}
         for name, value in extras.items():
             where = f"{self}, as extra {name!r},"
-            numbers[str(name)] = check_number(value, trajectory, where)
+            numbers[str(name)] = check_number(value, sample, where)
         return replace(score, extras=score.extras | numbers)
 
-    def _score_of_dict(self, values: Mapping[str, Any], trajectory: Trajectory) -> Score:
+    def _score_of_dict(self, values: Mapping[str, Any], sample: Sample) -> Score:
         """Score of named rewards; only "score" is a reward, unless ``weighted`` names other keys."""
         if _SCORE not in values:
-            rewards = {name: self._number(value, trajectory) for name, value in values.items()}
+            rewards = {name: self._number(value, sample) for name, value in values.items()}
             return Score(rewards)
 
         named = values.keys() & set(self.weighted or ())
@@ -201,7 +202,7 @@ class FunctionScorer:
             notes = {}
             for name, value in values.items():
                 if name in rewarded:
-                    rewards[name] = self._number(value, trajectory)
+                    rewards[name] = self._number(value, sample)
                 else:
                     notes[name] = _note(value)
             return Score(rewards, notes=notes)
@@ -210,7 +211,7 @@ class FunctionScorer:
         extras, notes = _numbers_and_notes(others)
         self._log_keys(others, numbers=extras)
 
-        score = self._score(values[_SCORE], trajectory)
+        score = self._score(values[_SCORE], sample)
         if named and score.token_rewards is not None:
             remedy = f"use --reward_weights {self.name}=NUMBER"
             raise ValueError(
@@ -240,23 +241,23 @@ class FunctionScorer:
             remedy,
         )
 
-    def _score_of_tokens(self, numbers: Sequence[Any], trajectory: Trajectory) -> Score:
+    def _score_of_tokens(self, numbers: Sequence[Any], sample: Sample) -> Score:
         """Score with rewards of action tokens, from one number per token or per step."""
-        rewards = [self.token_weight * self._number(number, trajectory) for number in numbers]
-        mask = trajectory.action_mask
+        rewards = [self.token_weight * self._number(number, sample) for number in numbers]
+        mask = sample.last.action_mask
         if len(rewards) == sum(mask):
             remaining = iter(rewards)
             token_rewards = [next(remaining) if is_action else 0.0 for is_action in mask]
             return Score(token_rewards=token_rewards)
 
-        ends = step_tokens(trajectory, self.tokenizer, self.step_separator)
+        ends = step_tokens(sample, self.tokenizer, self.step_separator)
         if len(rewards) != len(ends):
             raise ValueError(
-                f"{self} returned {len(rewards)} numbers for {name_sample(trajectory)}, whose response has {sum(mask)} "
+                f"{self} returned {len(rewards)} numbers for {name_sample(sample)}, whose response has {sum(mask)} "
                 f"tokens and {len(ends)} steps (text between --step_separator {self.step_separator!r}); give one for "
                 "each token or one for each step."
             )
-        return score_of_steps(trajectory, ends, rewards)
+        return score_of_steps(sample.last, ends, rewards)
 
 
 def _split(result: Any, n: int, where: str) -> list[Any]:

@@ -1,16 +1,15 @@
 """Values of a sample for reward functions, by the names of their parameters."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from openppo.datasets.row_formats import extra_info
 from openppo.rewards.scoring import answer_text, role_texts, turn_texts
-from openppo.types import Trajectory
+from openppo.types import Sample
 
-Sample = dict[str, Any]
-"""Values of one trajectory for a reward function, by the names of ``SINGLE_NAMES``.
+Values = dict[str, Any]
+"""Values of one sample for a reward function, by the names of ``SINGLE_NAMES``.
 
 prompt, response and completion (the response again) are texts, the response without tokens that end or pad it; query is
 the text of all tokens, as in OpenRLHF; row holds the data columns and source is their data set; messages is None
@@ -55,25 +54,18 @@ The two names left out get that column row by row.
 """
 
 
-def make_samples(
-    trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase
-) -> list[Sample]:
-    """Make one sample per trajectory, decoded with the policy's tokenizer."""
-    return [_make_sample(trajectory, tokenizer) for trajectory in trajectories]
-
-
-def _make_sample(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    """Sample of one trajectory."""
-    prompt = trajectory.prompt
-    episode = trajectory.episode
-    response = answer_text(trajectory, tokenizer)
+def values_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Values:
+    """Values of a sample, decoded with the policy's tokenizer."""
+    prompt = sample.prompt
+    episode = sample.episode
+    response = answer_text(sample, tokenizer)
     data_source = prompt.row.get("data_source")
     return {
         "prompt": prompt.text,
         "response": response,
         "completion": response,
         "label": prompt.label,
-        "query": tokenizer.decode(trajectory.token_ids, skip_special_tokens=False),
+        "query": tokenizer.decode(sample.last.token_ids, skip_special_tokens=False),
         "row": prompt.row,
         "source": prompt.source,
         # Parquet writes None for a missing value.
@@ -82,8 +74,8 @@ def _make_sample(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> 
         "ground_truth": prompt.label,
         "extra_info": extra_info(prompt.row),
         "messages": prompt.messages if episode is None else episode.messages,
-        "token_ids": trajectory.action_ids,
-        "turns": turn_texts(trajectory, tokenizer),
-        "tool_results": role_texts(trajectory, "tool"),
+        "token_ids": sample.last.action_ids,
+        "turns": turn_texts(sample, tokenizer),
+        "tool_results": role_texts(sample, "tool"),
         "tool_rewards": {} if episode is None else episode.tool_rewards,
     }

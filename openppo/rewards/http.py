@@ -23,9 +23,9 @@ from transformers import PreTrainedTokenizerBase
 from openppo import logger
 from openppo.config import RewardConfig, mask_credentials
 from openppo.datasets.templates import shortened
-from openppo.rewards.function_values import make_samples
+from openppo.rewards.function_values import values_of
 from openppo.rewards.scoring import check_scores
-from openppo.types import Score, Trajectory
+from openppo.types import Sample, Score
 
 T = TypeVar("T")
 
@@ -37,8 +37,8 @@ _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses after which the same request may succeed."""
 _REFUSED = "refuses the token (HTTP status {}). Give the right one with --remote_rm_token_file."
 _FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
-_SAMPLE_NAMES = {"query": "query", "prompts": "prompt", "labels": "label"}
-"""Key of a request -> name of its values in a ``Sample``."""
+_VALUE_NAMES = {"query": "query", "prompts": "prompt", "labels": "label"}
+"""Key of a request -> name of its values in ``function_values.Values``."""
 
 
 class RemoteScorer:
@@ -75,14 +75,14 @@ class RemoteScorer:
     def __str__(self) -> str:
         return "--remote_rm_url"
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Return one score per trajectory.
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """Return one score per sample.
 
         ``ConnectionError`` names the server that gave no answer, and its last failure. ``ValueError`` names the server
         that refused a request or gave a wrong answer, and quotes the answer.
         """
-        starts = range(0, len(trajectories), self.batch_size)
-        batches = [trajectories[i : i + self.batch_size] for i in starts]
+        starts = range(0, len(samples), self.batch_size)
+        batches = [samples[i : i + self.batch_size] for i in starts]
         rewards = _run(self._score_all(batches))
         return [Score({self.name: reward}) for batch in rewards for reward in batch]
 
@@ -117,7 +117,7 @@ class RemoteScorer:
                 if status in (401, 403):
                     raise ValueError(f"{_named(url)}: {_REFUSED.format(status)}")
 
-    async def _score_all(self, batches: Sequence[Sequence[Trajectory]]) -> list[list[float]]:
+    async def _score_all(self, batches: Sequence[Sequence[Sample]]) -> list[list[float]]:
         """Rewards of all batches, several of which are requested at the same time."""
         load = _Load(_REQUESTS_PER_SERVER * len(self.urls))
         async with self._session() as session:
@@ -125,13 +125,13 @@ class RemoteScorer:
             return await asyncio.gather(*work)
 
     async def _score_batch(
-        self, session: aiohttp.ClientSession, load: _Load, batch: Sequence[Trajectory]
+        self, session: aiohttp.ClientSession, load: _Load, batch: Sequence[Sample]
     ) -> list[float]:
         """Rewards of one batch; ``ConnectionError`` if no attempt gets an answer."""
-        samples = make_samples(batch, self.tokenizer)
+        values = [values_of(sample, self.tokenizer) for sample in batch]
         data: dict[str, list[Any]] = {}
-        for key, name in _SAMPLE_NAMES.items():
-            data[key] = [sample[name] for sample in samples]
+        for key, name in _VALUE_NAMES.items():
+            data[key] = [sample_values[name] for sample_values in values]
 
         for attempt in range(1 + self.retries):
             if attempt > 0:
@@ -195,7 +195,7 @@ async def _post(session: aiohttp.ClientSession, url: str, data: dict[str, list[A
     return body
 
 
-def _read(url: str, body: str, batch: Sequence[Trajectory]) -> list[float]:
+def _read(url: str, body: str, batch: Sequence[Sample]) -> list[float]:
     """Read the rewards of an answer; ``ValueError`` names the server and quotes any other answer."""
     try:
         rewards = json.loads(body)["rewards"]

@@ -25,28 +25,28 @@ from openppo.rewards.scoring import (
 )
 from openppo.tracking import progress_bar
 from openppo.tracking.phase import timed
-from openppo.types import Comm, Prompt, Score, Trajectory
+from openppo.types import Comm, Prompt, Sample, Score
 
 Model = Callable[[ModelInputs], Tensor]
 _CUT = "\ue000" * 3
 """Private-use characters, which no text holds and no template changes."""
 
 
-def policy_tokens(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> list[int]:
+def policy_tokens(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> list[int]:
     """Token ids as the policy wrote them; a complete response ends as in ``train_rm``'s examples.
 
     If a chat template ends a turn with a token other than EOS (``<|end|>`` of Phi-3), sampling stops at that token, but
     the examples continue with the rest of the template and EOS, where the score is read. ``ValueError`` if the chat
     template refuses the prompt.
     """
-    ids = trajectory.token_ids
+    ids = sample.last.token_ids
     eos = tokenizer.eos_token_id
-    if not trajectory.finish_reason.is_complete or ids[-1] == eos or eos is None:
+    if not sample.last.finish_reason.is_complete or ids[-1] == eos or eos is None:
         return ids
 
-    messages = trajectory.prompt.messages
-    if not messages and trajectory.episode:
-        messages = [{"role": "user", "content": trajectory.prompt.text}]
+    messages = sample.prompt.messages
+    if not messages and sample.episode:
+        messages = [{"role": "user", "content": sample.prompt.text}]
     ending = _template_after(ids[-1], messages, tokenizer) if messages else []
     return [*ids, *end_with_eos(tokenizer, ending)]
 
@@ -62,7 +62,7 @@ def _template_after(
 
 
 class RewardModelText:
-    """Trajectories as token ids of the reward model's ``tokenizer``; ``policy`` is the policy's.
+    """Samples as token ids of the reward model's ``tokenizer``; ``policy`` is the policy's.
 
     An episode's messages, or a chat with all that follows the prompt as the assistant's last turn, are rendered with
     the reward model's own chat template; any other text is that of the prompt followed by that of the response. A
@@ -81,14 +81,15 @@ class RewardModelText:
         self.tokenizer = tokenizer
         self.where = where
 
-    def __call__(self, trajectory: Trajectory) -> list[int]:
+    def __call__(self, sample: Sample) -> list[int]:
         """Token ids of prompt and response. ``ValueError`` if the chat template refuses them."""
-        if trajectory.episode is not None:
-            messages = trajectory.episode.messages
-            has_ended = trajectory.finish_reason.is_complete or bool(messages[-1].get("tool_calls"))
+        is_complete = sample.last.finish_reason.is_complete
+        if sample.episode is not None:
+            messages = sample.episode.messages
+            has_ended = is_complete or bool(messages[-1].get("tool_calls"))
             return self._encode_chat(messages, has_ended)
-        response = response_text(trajectory, self.policy)
-        return self._encode(trajectory.prompt, response, trajectory.finish_reason.is_complete)
+        response = response_text(sample, self.policy)
+        return self._encode(sample.prompt, response, is_complete)
 
     def check(self, prompts: Iterable[Prompt], episodes: bool = False) -> None:
         """Check chats with a finished and with a cut-off answer; ``episodes`` need a chat template."""
@@ -161,26 +162,24 @@ def _roles(prompt: Prompt) -> tuple[str, ...]:
 
 
 def read_tokens(
-    trajectory: Trajectory,
+    sample: Sample,
     *,
-    encode: Callable[[Trajectory], list[int]],
+    encode: Callable[[Sample], list[int]],
     config: PreTrainedConfig,
     where: str,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[int]:
     """Input ids of a reward model: the last ids of ``encode`` that fit. ``ValueError`` names ``where`` and sample."""
     try:
-        ids = encode(trajectory)
+        ids = encode(sample)
     except ValueError as error:
-        raise ValueError(f"{where}: {name_sample(trajectory)}: {error}") from error
-    ids = last_tokens(ids, context_length(config), where, trajectory=trajectory)
+        raise ValueError(f"{where}: {name_sample(sample)}: {error}") from error
+    ids = last_tokens(ids, context_length(config), where, sample=sample)
     check_token_ids(config, where, tokenizer, rows=[ids])
     return ids
 
 
-def last_tokens(
-    ids: list[int], context: int | None, where: str, trajectory: Trajectory
-) -> list[int]:
+def last_tokens(ids: list[int], context: int | None, where: str, sample: Sample) -> list[int]:
     """Keep the last ``context`` of ``ids``, with a warning naming ``where`` if some are left out.
 
     ``ValueError`` for a sample with images, which cannot be cut.
@@ -188,17 +187,17 @@ def last_tokens(
     if context is None or len(ids) <= context:
         return ids
 
-    sample = name_sample(trajectory)
-    if trajectory.prompt.media:
+    name = name_sample(sample)
+    if sample.last.media:
         raise ValueError(
-            f"{where} reads {context} tokens, and {sample} has {len(ids)} with its images: "
+            f"{where} reads {context} tokens, and {name} has {len(ids)} with its images: "
             "lower --generate_max_len or --max_pixels, or use another reward model."
         )
     logger.warning(
         "%s reads %d tokens, but %s has %d of its tokens: the first are left out",
         where,
         context,
-        sample,
+        name,
         len(ids),
     )
     return ids[-context:]
@@ -218,7 +217,7 @@ class ModelScorer:
     comm: Comm
     device: torch.device
     name: str = "reward"
-    encode: Callable[[Trajectory], list[int]] = attrgetter("token_ids")
+    encode: Callable[[Sample], list[int]] = attrgetter("last.token_ids")
     sees: bool = False
     mean: float = 0.0
     std: float = 1.0
@@ -228,11 +227,11 @@ class ModelScorer:
         return "the reward model"
 
     @timed("reward_model")
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Return one score per trajectory; forwards run over neighbours in length."""
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """Return one score per sample; forwards run over neighbours in length."""
         if not self.sees:
-            refuse_images(str(self), trajectories)
-        rows = [self.encode(trajectory) for trajectory in trajectories]
+            refuse_images(str(self), samples)
+        rows = [self.encode(sample) for sample in samples]
         lengths = [len(row) for row in rows]
         batches = equal_batches(lengths, self.size, self.comm)
 
@@ -240,13 +239,13 @@ class ModelScorer:
         pad = self.pad_token_id
         for batch in progress_bar(batches, "scoring", enabled=self.comm.rank == 0):
             ids = [rows[i] for i in batch] or [[pad, pad]]  # an idle forward
-            media = [trajectories[i].prompt.media for i in batch]
+            media = [samples[i].last.media for i in batch]
             inputs = ModelInputs.of_ids(ids, pad).with_media(media)
             batch_outputs = forward_scores(self.model, inputs.to(self.device))
             outputs.update(zip(batch, batch_outputs, strict=False))
 
         ordered = [outputs[i] for i in range(len(rows))]
-        scores = check_scores(ordered, trajectories, str(self))
+        scores = check_scores(ordered, samples, str(self))
         normalized = [(score - self.mean) / self.std for score in scores]
         return [Score({self.name: score}) for score in normalized]
 

@@ -29,7 +29,7 @@ from openppo.rewards.scoring import (
 )
 from openppo.tracking import progress_bar
 from openppo.tracking.phase import timed
-from openppo.types import Comm, Prompt, Score, Trajectory
+from openppo.types import Comm, Prompt, Sample, Score
 
 Model = Callable[[ModelInputs, Tensor], Tensor]
 """Logits at places (B, L), as those of a ``ProcessRewardModel``."""
@@ -89,14 +89,14 @@ class StepRenderer:
 
 
 class JudgedSteps(NamedTuple):
-    """Steps of a trajectory as a process reward model reads them."""
+    """Steps of a sample as a process reward model reads them."""
 
     token_ids: list[int]
     """Ids of the model's own tokenizer."""
     places: list[int]
     """Places of the placeholders in them, one for each step."""
     ends: list[int]
-    """Index in the trajectory of each step's last token."""
+    """Index in the sample's last segment of each step's last token."""
 
 
 @dataclass
@@ -108,7 +108,7 @@ class ProcessScorer:
     step is worth p(good), the softmax over ``reward_ids`` (good, bad) at its placeholder. With
     ``--prm_aggregate steps`` that is the reward of the step's last token, times the weight of ``name``; else all steps
     of a response make one reward ``name``, which is 0 for a response without steps. ``where`` is the model's flag and
-    name, for messages, and ``policy`` the tokenizer of the trajectories.
+    name, for messages, and ``policy`` the tokenizer of the samples.
     """
 
     model: Model
@@ -129,10 +129,10 @@ class ProcessScorer:
         return self.where
 
     @timed("reward_model")
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Return one score per trajectory; forwards run over neighbours in length."""
-        refuse_images(str(self), trajectories)
-        rows = [self.read(trajectory) for trajectory in trajectories]
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """Return one score per sample; forwards run over neighbours in length."""
+        refuse_images(str(self), samples)
+        rows = [self.read(sample) for sample in samples]
         lengths = [len(row.token_ids) for row in rows]
         batches = equal_batches(lengths, self.size, self.comm)
 
@@ -141,24 +141,26 @@ class ProcessScorer:
             batch_good = self._forward([rows[i] for i in batch])
             for i, probabilities in zip(batch, batch_good, strict=True):
                 good[i] = probabilities
-        judged = zip(trajectories, rows, good, strict=True)
-        return [self._score(t, steps, probabilities) for t, steps, probabilities in judged]
+        judged = zip(samples, rows, good, strict=True)
+        return [
+            self._score(sample, steps, probabilities) for sample, steps, probabilities in judged
+        ]
 
-    def read(self, trajectory: Trajectory) -> JudgedSteps:
+    def read(self, sample: Sample) -> JudgedSteps:
         """Steps as the model reads them; no tokens for a response without steps."""
         separator = self.options.step_separator
         pieces: list[str] = []
-        for text in span_texts(trajectory, self.policy):
+        for text in span_texts(sample, self.policy):
             pieces += [piece.rstrip() for piece in text.split(separator) if piece.strip()]
         if not pieces:
             return JudgedSteps([], [], [])
 
-        ends = step_tokens(trajectory, self.policy, separator)
+        ends = step_tokens(sample, self.policy, separator)
         first, *others = pieces
         steps = [first, *(separator + piece for piece in others)]
-        ids, places = self.render(trajectory.prompt, steps)
+        ids, places = self.render(sample.prompt, steps)
 
-        kept = last_tokens(ids, self.context, self.where, trajectory=trajectory)
+        kept = last_tokens(ids, self.context, self.where, sample=sample)
         n_dropped = len(ids) - len(kept)
         places = [place - n_dropped for place in places]
         n_cut = sum(place < 0 for place in places)  # steps
@@ -180,11 +182,11 @@ class ProcessScorer:
         n_steps = [len(row.places) for row in rows]
         return [row_good.tolist() for row_good in good.split(n_steps)]
 
-    def _score(self, trajectory: Trajectory, steps: JudgedSteps, good: list[float]) -> Score:
-        """Score of a trajectory from p(good) of its steps."""
-        good = [check_number(p, trajectory, str(self)) for p in good]
+    def _score(self, sample: Sample, steps: JudgedSteps, good: list[float]) -> Score:
+        """Score of a sample from p(good) of its steps."""
+        good = [check_number(p, sample, str(self)) for p in good]
         aggregate = self.options.prm_aggregate
         if aggregate == "steps":
             weight = self.options.weights().get(self.name, 1.0)
-            return score_of_steps(trajectory, steps.ends, [weight * p for p in good])
+            return score_of_steps(sample.last, steps.ends, [weight * p for p in good])
         return Score({self.name: _AGGREGATES[aggregate](good) if good else 0.0})

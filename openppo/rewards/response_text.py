@@ -6,36 +6,38 @@ from functools import lru_cache
 from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
-from openppo.types import Trajectory
+from openppo.types import Sample
 
 _MENTIONED = set[str]()
 """A special token that the log has named."""
 
 
-def response_text(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Text from the first action on; between several turns stands the environment's text.
+def response_text(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Text of the last segment from its first action on; between several turns stands the environment's text.
 
     Token ids of "<reason>4</reason><eos>" give "<reason>4</reason>", though the tags are special tokens.
     """
-    start = trajectory.spans[0][0] if trajectory.spans else len(trajectory.token_ids)
+    segment = sample.last
+    start = segment.spans[0][0] if segment.spans else len(segment.token_ids)
     ids = written_ids(
-        trajectory.token_ids[start:],
+        segment.token_ids[start:],
         tokenizer,
-        is_complete=trajectory.finish_reason.is_complete,
-        stop=trajectory.stop,
+        is_complete=segment.finish_reason.is_complete,
+        stop=sample.stop,
     )
     return text_of_ids(ids, tokenizer)
 
 
-def written_spans(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of each span of actions, without those that end or pad it."""
+def written_spans(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of each span of actions in the last segment, without those that end or pad it."""
     written = []
-    spans = trajectory.spans
+    segment = sample.last
+    spans = segment.spans
     for number, (start, end) in enumerate(spans, 1):
-        ids = trajectory.token_ids[start:end]
+        ids = segment.token_ids[start:end]
         # All spans but the last have ended.
-        is_complete = number < len(spans) or trajectory.finish_reason.is_complete
-        written.append(written_ids(ids, tokenizer, is_complete=is_complete, stop=trajectory.stop))
+        is_complete = number < len(spans) or segment.finish_reason.is_complete
+        written.append(written_ids(ids, tokenizer, is_complete=is_complete, stop=sample.stop))
     return written
 
 

@@ -14,7 +14,7 @@ from openppo.rewards.function_values import (
     IN_BOTH_FORMS,
     SINGLE_NAMES,
     VERL_NAMES,
-    Sample,
+    Values,
 )
 
 
@@ -39,7 +39,7 @@ class RewardFunction:
         self.is_batch = not telling.isdisjoint(BATCH_NAMES.keys() - columns_first)
         known = BATCH_NAMES if self.is_batch else SINGLE_NAMES
         self.known = {name: value for name, value in known.items() if name not in columns_first}
-        """Parameter -> name of its value in a ``Sample``."""
+        """Parameter -> name of its value in ``Values``."""
         self.names = [name for name in names if name in self.known or name in columns]
         unknown = [
             p.name
@@ -81,7 +81,7 @@ class RewardFunction:
             self.where, str(file.resolve()), name, n=n, seconds=seconds
         )
 
-    def __call__(self, samples: Sequence[Sample]) -> Any:
+    def __call__(self, samples: Sequence[Values]) -> Any:
         """Call the function with copies of ``samples``."""
         arguments = {}
         for name in self._arguments(samples):
@@ -94,7 +94,7 @@ class RewardFunction:
         # A generator raises its errors here.
         return list(result) if isinstance(result, Iterator) else result
 
-    def _arguments(self, samples: Sequence[Sample]) -> list[str]:
+    def _arguments(self, samples: Sequence[Values]) -> list[str]:
         """Names of the arguments of a call, in order."""
         if not self.takes_all:
             return self.names
@@ -102,7 +102,7 @@ class RewardFunction:
         known = [name for name in self.known if name not in VERL_NAMES]
         return list(dict.fromkeys([*self.names, *columns, *known]))
 
-    def _value(self, sample: Sample, name: str) -> Any:
+    def _value(self, sample: Values, name: str) -> Any:
         """Value of a parameter for a sample: a known value, else that of the data column."""
         if name in self.known:
             return sample[self.known[name]]

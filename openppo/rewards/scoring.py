@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.datasets.templates import Message, shortened, text_of
 from openppo.rewards.response_text import decoded, text_of_ids, written_ids, written_spans
-from openppo.types import Interrupted, Score, StopCheck, Trajectory
+from openppo.types import Interrupted, Sample, Score, Segment, StopCheck
 
 T = TypeVar("T")
 
@@ -31,12 +31,12 @@ class Scorer(Protocol):
 
     collective: bool
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Return one score per trajectory, in their order."""
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """Return one score per sample, in their order."""
 
 
 def start_scoring(
-    scorer: Scorer, trajectories: Sequence[Trajectory], stop: StopCheck | None = None
+    scorer: Scorer, samples: Sequence[Sample], stop: StopCheck | None = None
 ) -> Callable[[], list[Score]]:
     """Start to score: in the background if the scorer allows it, else at once, on this thread.
 
@@ -45,7 +45,7 @@ def start_scoring(
     """
     if isinstance(scorer, CombinedScorer):
         combined = scorer
-        waits = [start_scoring(each, trajectories, stop) for each in combined.scorers]
+        waits = [start_scoring(each, samples, stop) for each in combined.scorers]
 
         def merged() -> list[Score]:
             by_scorer = [wait_for() for wait_for in waits]
@@ -54,11 +54,11 @@ def start_scoring(
         return merged
 
     if scorer.collective:
-        scores = scorer.score(trajectories)
+        scores = scorer.score(samples)
         return lambda: scores
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
-    future = thread.submit(scorer.score, trajectories)
+    future = thread.submit(scorer.score, samples)
     thread.shutdown(wait=False)
 
     def result() -> list[Score]:
@@ -73,7 +73,7 @@ def start_scoring(
 class CombinedScorer:
     """Several sources: named rewards and extras side by side, token rewards summed.
 
-    ``ValueError`` when two sources give a trajectory rewards or extras of the same name.
+    ``ValueError`` when two sources give a sample rewards or extras of the same name.
     """
 
     def __init__(self, scorers: Sequence[Scorer]) -> None:
@@ -84,12 +84,12 @@ class CombinedScorer:
     def __str__(self) -> str:
         return " and ".join(map(str, self.scorers))
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Return one score per trajectory, in their order."""
-        return start_scoring(self, trajectories)()
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """Return one score per sample, in their order."""
+        return start_scoring(self, samples)()
 
     def merged(self, scores: Sequence[Score]) -> Score:
-        """Merge the scores of all sources for one trajectory."""
+        """Merge the scores of all sources for one sample."""
         token_rewards = []
         step_ends = []
         for score in scores:
@@ -126,35 +126,34 @@ class CombinedScorer:
         return joined
 
 
-def check_scores(
-    scores: Sequence[Any], trajectories: Sequence[Trajectory], where: str
-) -> list[float]:
+def check_scores(scores: Sequence[Any], samples: Sequence[Sample], where: str) -> list[float]:
     """Scores as floats; ``ValueError`` names ``where``, and the sample of a bad score.
 
-    There must be one score per trajectory.
+    There must be one score per sample.
     """
-    if len(scores) != len(trajectories):
+    if len(scores) != len(samples):
         raise ValueError(
-            f"{where} returned {len(scores)} scores for {len(trajectories)} samples; one each is needed."
+            f"{where} returned {len(scores)} scores for {len(samples)} samples; one each is needed."
         )
-    return [check_number(score, t, where) for score, t in zip(scores, trajectories, strict=True)]
+    pairs = zip(scores, samples, strict=True)
+    return [check_number(score, sample, where) for score, sample in pairs]
 
 
-def refuse_images(where: str, trajectories: Sequence[Trajectory]) -> None:
+def refuse_images(where: str, samples: Sequence[Sample]) -> None:
     """Raise ``ValueError`` for samples with images, for example an agent's, since ``where`` does not read images."""
-    with_images = [t for t in trajectories if t.prompt.media]
+    with_images = [sample for sample in samples if sample.last.media]
     if with_images:
-        sample = name_sample(with_images[0])
-        raise ValueError(f"{where} reads no images, and {sample} has some: use a --reward_fn.")
+        name = name_sample(with_images[0])
+        raise ValueError(f"{where} reads no images, and {name} has some: use a --reward_fn.")
 
 
-def check_number(score: Any, trajectory: Trajectory, where: str) -> float:
+def check_number(score: Any, sample: Sample, where: str) -> float:
     """A score of Python, NumPy or torch as float; ``ValueError`` unless it is a finite number."""
     number = finite_number(score)
     if number is None:
-        sample = name_sample(trajectory)
+        name = name_sample(sample)
         raise ValueError(
-            f"{where} returned {shortened(score)} for {sample}; a finite number is needed."
+            f"{where} returned {shortened(score)} for {name}; a finite number is needed."
         )
     return number
 
@@ -181,69 +180,67 @@ def _plain(value: Any) -> Any:
     return value.item() if n_elements == 1 else value
 
 
-def episode_messages(trajectory: Trajectory) -> list[Message]:
+def episode_messages(sample: Sample) -> list[Message]:
     """Messages of an episode after those of its prompt; none without an episode."""
-    if trajectory.episode is None:
+    if sample.episode is None:
         return []
-    messages = trajectory.episode.messages
-    prompt = trajectory.prompt.messages or []
+    messages = sample.episode.messages
+    prompt = sample.prompt.messages or []
     return messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
 
 
-def turn_texts(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def turn_texts(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Texts of the policy's turns: the assistant's messages of an episode, else the text of each span."""
-    if trajectory.episode is None:
-        return span_texts(trajectory, tokenizer)
-    return role_texts(trajectory, "assistant")
+    if sample.episode is None:
+        return span_texts(sample, tokenizer)
+    return role_texts(sample, "assistant")
 
 
-def role_texts(trajectory: Trajectory, role: str) -> list[str]:
+def role_texts(sample: Sample, role: str) -> list[str]:
     """Texts of an episode's messages of one role; none without an episode."""
-    messages = [each for each in episode_messages(trajectory) if each["role"] == role]
+    messages = [each for each in episode_messages(sample) if each["role"] == role]
     return [text_of(message.get("content")) for message in messages]
 
 
-def answer_text(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> str:
+def answer_text(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
     """Text that rewards of single responses read: all turns of the policy, but only its last message in an episode."""
-    texts = turn_texts(trajectory, tokenizer)
-    return "\n".join(texts if trajectory.episode is None else texts[-1:])
+    texts = turn_texts(sample, tokenizer)
+    return "\n".join(texts if sample.episode is None else texts[-1:])
 
 
-def answer_length(trajectory: Trajectory) -> int:
+def answer_length(sample: Sample) -> int:
     """Number of tokens of the answer: of all turns, or of an episode's last."""
-    spans = trajectory.spans if trajectory.episode is None else trajectory.spans[-1:]
+    spans = sample.last.spans if sample.episode is None else sample.last.spans[-1:]
     return sum(stop - start for start, stop in spans)
 
 
-def span_texts(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Text of each span of actions, without the tokens that ended it."""
-    return [text_of_ids(ids, tokenizer) for ids in written_spans(trajectory, tokenizer)]
+def span_texts(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Text of each span of actions in the last segment, without the tokens that ended it."""
+    return [text_of_ids(ids, tokenizer) for ids in written_spans(sample, tokenizer)]
 
 
-def name_sample(trajectory: Trajectory) -> str:
+def name_sample(sample: Sample) -> str:
     """Name of a sample in messages: its prompt, shortened, and its row."""
-    prompt = trajectory.prompt
+    prompt = sample.prompt
     row = f" (row {prompt.index + 1} of {prompt.source})" if prompt.source else ""
     return f"prompt {shortened(prompt.text)}{row}"
 
 
-def step_tokens(
-    trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, separator: str
-) -> list[int]:
-    """Index in ``token_ids`` of the last token of each step, in order.
+def step_tokens(sample: Sample, tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
+    """Index in the last segment's ``token_ids`` of the last token of each step, in order.
 
     A step lies within one span of actions.
     """
     tokens: list[int] = []
-    written = written_spans(trajectory, tokenizer)
-    for (start, _), ids in zip(trajectory.spans, written, strict=True):
+    written = written_spans(sample, tokenizer)
+    for (start, _), ids in zip(sample.last.spans, written, strict=True):
         tokens += [start + end for end in step_ends(ids, tokenizer, separator)]
     return tokens
 
 
-def score_of_steps(trajectory: Trajectory, ends: Sequence[int], rewards: Sequence[float]) -> Score:
-    """Score with ``rewards`` of steps at the tokens ``ends`` of the trajectory."""
-    n_tokens = len(trajectory.token_ids)
+def score_of_steps(segment: Segment, ends: Sequence[int], rewards: Sequence[float]) -> Score:
+    """Score with ``rewards`` of steps at the tokens ``ends`` of a sample's last segment."""
+    n_tokens = len(segment.token_ids)
     token_rewards = [0.0] * n_tokens
     step_ends = [False] * n_tokens
     for end, reward in zip(ends, rewards, strict=True):
@@ -307,7 +304,7 @@ def _end(text: str, decode: Callable[[int, int], str], first: int, last: int) ->
 
 
 class TaskScorer:
-    """Scores each trajectory with the source of its task; a task without one (None) has no rewards."""
+    """Scores each sample with the source of its task; a task without one (None) has no rewards."""
 
     collective = False
 
@@ -318,13 +315,13 @@ class TaskScorer:
     def __str__(self) -> str:
         return " and ".join(map(str, self.scorers.values()))
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Return one score per trajectory, in their order."""
-        scores = [Score() for _ in trajectories]
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """Return one score per sample, in their order."""
+        scores = [Score() for _ in samples]
         for name, scorer in self.scorers.items():
-            rows = [i for i, t in enumerate(trajectories) if t.prompt.task == name]
+            rows = [i for i, sample in enumerate(samples) if sample.prompt.task == name]
             if rows:
-                task_scores = scorer.score([trajectories[i] for i in rows])
+                task_scores = scorer.score([samples[i] for i in rows])
                 for i, score in zip(rows, task_scores, strict=True):
                     scores[i] = score
         return scores

@@ -12,9 +12,9 @@ from openppo import logger
 from openppo.config import RewardConfig, Verifier
 from openppo.rewards.answer_process import AnswerProcess
 from openppo.rewards.scoring import answer_length, answer_text, name_sample
-from openppo.types import Prompt, Score, Trajectory
+from openppo.types import Prompt, Sample, Score
 
-Verify = Callable[[str, Trajectory], float]
+Verify = Callable[[str, Sample], float]
 """Reward of a response's text, or of the policy's last message in an episode."""
 
 _ANSWER_MARK = "####"
@@ -37,11 +37,11 @@ class VerifiableScorer:
     def __str__(self) -> str:
         return "--verifiable_reward"
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Return one score per trajectory."""
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """Return one score per sample."""
         scores = []
-        for trajectory in trajectories:
-            reward = self.verify(answer_text(trajectory, self.tokenizer), trajectory)
+        for sample in samples:
+            reward = self.verify(answer_text(sample, self.tokenizer), sample)
             scores.append(Score({self.name: reward}))
         return scores
 
@@ -86,10 +86,10 @@ def final_answer(text: str) -> str:
     return text.rpartition(_ANSWER_MARK)[2].strip()
 
 
-def exact_match(response: str, trajectory: Trajectory) -> float:
+def exact_match(response: str, sample: Sample) -> float:
     """Reward 1 if both final answers are the same text or number, else 0."""
     answer = _plain(final_answer(response))
-    label = _plain(label_of(trajectory.prompt, "exact_match"))
+    label = _plain(label_of(sample.prompt, "exact_match"))
     return float(answer == label)
 
 
@@ -105,8 +105,8 @@ def _plain(answer: str) -> str:
 def length_reward(target: int) -> Verify:
     """Make the reward ``1 - |n - target| / target`` for a response of n tokens."""
 
-    def reward(response: str, trajectory: Trajectory) -> float:
-        distance = abs(answer_length(trajectory) - target)
+    def reward(response: str, sample: Sample) -> float:
+        distance = abs(answer_length(sample) - target)
         return 1.0 - distance / target
 
     return reward
@@ -133,15 +133,15 @@ class RegexReward:
         self.seconds = seconds
         self.process = AnswerProcess("--verifiable_reward regex", "regex", pattern)
 
-    def __call__(self, response: str, trajectory: Trajectory) -> float:
+    def __call__(self, response: str, sample: Sample) -> float:
         in_time, match = self.process.ask(response, self.seconds)
         if not in_time:
-            _warn_wrong("regex", "--verify_regex took too long", response, trajectory=trajectory)
+            _warn_wrong("regex", "--verify_regex took too long", response, sample=sample)
         if match is None:
             return 0.0
         if self.n_groups == 0:
             return 1.0
-        label = label_of(trajectory.prompt, "regex")
+        label = label_of(sample.prompt, "regex")
         return float(_plain(match.strip()) == _plain(label))
 
 
@@ -161,26 +161,26 @@ class MathReward:
         self.seconds = seconds
         self.process = AnswerProcess("--verifiable_reward math", "math")
 
-    def __call__(self, response: str, trajectory: Trajectory) -> float:
-        label = label_of(trajectory.prompt, "math")
+    def __call__(self, response: str, sample: Sample) -> float:
+        label = label_of(sample.prompt, "math")
         question = [_as_latex(label), _readings(response)]
         in_time, is_equal = self.process.ask(question, self.seconds)
         if is_equal is None:
             reason = "the answer took too long"
             if in_time:
                 reason = f"the label {label!r} is no mathematics"
-            _warn_wrong("math", reason, response, trajectory=trajectory)
+            _warn_wrong("math", reason, response, sample=sample)
         return float(is_equal is True)
 
 
-def _warn_wrong(verifier: Verifier, reason: str, response: str, trajectory: Trajectory) -> None:
+def _warn_wrong(verifier: Verifier, reason: str, response: str, sample: Sample) -> None:
     """Warn about a response that counts as wrong although no verifier has judged it."""
     logger.warning(
         "--verifiable_reward %s: %s, so %r counts as wrong for %s",
         verifier,
         reason,
         response[-_LONGEST_QUOTE:],
-        name_sample(trajectory),
+        name_sample(sample),
     )
 
 

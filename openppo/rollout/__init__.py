@@ -1,1 +1,1 @@
-"""Engines that sample responses, and the rollout that makes trajectories of them."""
+"""Engines that sample responses, and the rollout that makes samples of them."""

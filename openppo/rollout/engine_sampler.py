@@ -1,4 +1,4 @@
-"""Single responses of an engine as trajectories."""
+"""Single responses of an engine as samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from openppo.rollout.engine import Engine
 from openppo.rollout.sample_request import SampleRequest
 from openppo.rollout.seeds import sample_seed
-from openppo.types import Comm, Completion, Prompt, SamplingParams, Trajectory
+from openppo.types import Comm, Prompt, Sample, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,9 @@ class EngineSampler:
     engine: Engine
     comm: Comm
 
-    def sample(self, request: SampleRequest) -> list[Trajectory]:
+    def sample(self, request: SampleRequest) -> list[Sample]:
         """Return this rank's share of the samples."""
-        return sample_trajectories(
+        return sample_responses(
             self.engine,
             request.prompts,
             request.params,
@@ -41,7 +41,7 @@ def rank_share(
     return prompts[start:end], first_group + start
 
 
-def sample_trajectories(
+def sample_responses(
     engine: Engine,
     prompts: Sequence[Prompt],
     params: SamplingParams,
@@ -49,7 +49,7 @@ def sample_trajectories(
     seed: int,
     first_group: int = 0,
     comm: Comm | None = None,
-) -> list[Trajectory]:
+) -> list[Sample]:
     """Sample ``n_samples`` responses for each prompt, or with ``comm`` for each of this rank's share.
 
     Responses of one prompt are beside each other. ``first_group`` is the number of the first prompt in the whole run;
@@ -68,27 +68,6 @@ def sample_trajectories(
 
     completions = engine.generate(repeated, params, seeds)
     return [
-        make_trajectory(prompt, completion, group, stop=params.stop)
+        Sample.of_response(prompt, completion, group, stop=params.stop)
         for prompt, completion, group in zip(repeated, completions, groups, strict=True)
     ]
-
-
-def make_trajectory(
-    prompt: Prompt, completion: Completion, group: int, stop: tuple[str, ...] = ()
-) -> Trajectory:
-    """Return a trajectory of one turn, in which all tokens of the completion are actions.
-
-    ``stop`` are texts that end a response.
-    """
-    n_prompt = len(prompt.token_ids)
-    n_response = len(completion.token_ids)
-    return Trajectory(
-        token_ids=prompt.token_ids + completion.token_ids,
-        action_mask=[False] * n_prompt + [True] * n_response,
-        log_probs=[0.0] * n_prompt + completion.log_probs,
-        versions=[-1] * n_prompt + completion.versions,
-        finish_reason=completion.finish_reason,
-        prompt=prompt,
-        group=group,
-        stop=stop,
-    )

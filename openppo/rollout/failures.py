@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from openppo.types import Trajectory
+from openppo.types import Sample
 
 GROUPS_IN_A_ROW = 10
 """Failed groups in a row after which a task is left out."""
@@ -16,7 +16,7 @@ N_SHOWN = 2
 class NothingTrainedError(RuntimeError):
     """Nothing to train on, on all ranks alike; ``failed`` are stand-ins for the last episodes."""
 
-    def __init__(self, message: str, failed: Sequence[Trajectory] = ()) -> None:
+    def __init__(self, message: str, failed: Sequence[Sample] = ()) -> None:
         super().__init__(message)
         self.failed = list(failed)
 

@@ -1,64 +1,68 @@
-"""Trajectories of one step, whose scores may still be under way."""
+"""Samples of one step, whose scores may still be under way."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import overload
 
 from openppo.tracking import Metrics
-from openppo.types import Interrupted, StopCheck, Trajectory
+from openppo.types import Interrupted, Sample, StopCheck
 
 
-class Rollout(list[Trajectory]):
-    """This rank's trajectories of one step; reading one blocks until all scores are there.
+class Rollout(Sequence[Sample]):
+    """This rank's samples of one step; reading one blocks until all scores are there.
 
     Code that runs on several ranks calls ``wait_for_scores`` before it reads. ``metrics`` are measurements of the
-    source. ``write_scores`` blocks until scores are there and writes them into the trajectories. ``failed`` are
-    stand-ins, for logs, for a few episodes that are not trained on.
+    source. ``take_scored`` blocks until scores are there and returns the samples with them. ``failed`` are stand-ins,
+    for logs, for a few episodes that are not trained on.
     """
 
     def __init__(
         self,
-        unscored: Sequence[Trajectory],
+        unscored: Sequence[Sample],
         metrics: Metrics,
-        write_scores: Callable[[], None] | None = None,
-        failed: Sequence[Trajectory] = (),
+        take_scored: Callable[[], list[Sample]] | None = None,
+        failed: Sequence[Sample] = (),
     ) -> None:
-        super().__init__(unscored)
         self.metrics = metrics
         self.failed = list(failed)
-        self._write_scores = write_scores
+        self._samples = list(unscored)
+        self._take_scored = take_scored
 
     @property
-    def unscored(self) -> list[Trajectory]:
-        """The same trajectories without waiting, for work that needs no scores."""
-        return list(super().__iter__())
+    def unscored(self) -> list[Sample]:
+        """The samples as they are now, without waiting, for work that needs no scores."""
+        return list(self._samples)
 
     def wait(self) -> None:
         """Block until scores are there, on this rank alone; raise the errors of the source of rewards."""
-        if self._write_scores is not None:
-            self._write_scores()
-            self._write_scores = None
+        if self._take_scored is not None:
+            self._samples = self._take_scored()
+            self._take_scored = None
 
-    def __iter__(self) -> Iterator[Trajectory]:
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         self.wait()
-        return super().__iter__()
-
-    def __getitem__(self, index: Any) -> Any:
-        self.wait()
-        return super().__getitem__(index)
-
-    def __add__(self, other: Any) -> Any:
-        return [*self, *other]
-
-    def __radd__(self, other: Any) -> Any:
-        return [*other, *self]
+        return self._samples[index]
 
 
-def wait_for_scores(trajectories: Sequence[Trajectory], stop: StopCheck) -> None:
+def unscored(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """Return the samples as they are now, without waiting for scores."""
+    return samples.unscored if isinstance(samples, Rollout) else samples
+
+
+def wait_for_scores(samples: Sequence[Sample], stop: StopCheck) -> None:
     """Block until scores are there; ``Interrupted`` on all ranks if one of them has a signal."""
-    if not isinstance(trajectories, Rollout):
+    if not isinstance(samples, Rollout):
         return
 
     with suppress(Interrupted):  # other ranks may not know of the signal yet
-        trajectories.wait()
+        samples.wait()
     stop()

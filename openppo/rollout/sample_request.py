@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from openppo.tracking import Metrics
-from openppo.types import Prompt, SamplingParams, Trajectory
+from openppo.types import Prompt, Sample, SamplingParams
 
 
-def _ignore(failed: Trajectory) -> None:
+def _ignore(failed: Sample) -> None:
     """Ignore a failed sample."""
 
 
@@ -26,4 +26,4 @@ class SampleRequest(NamedTuple):
     first_group: int
     metrics: Metrics
     evaluation: bool = False
-    note_failed: Callable[[Trajectory], None] = _ignore
+    note_failed: Callable[[Sample], None] = _ignore

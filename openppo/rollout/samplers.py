@@ -11,7 +11,7 @@ from openppo.rollout.driver import EngineDriver, Leave
 from openppo.rollout.engine import Engine
 from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
-from openppo.types import Comm, Prompt, SamplingParams, StopCheck, Trajectory
+from openppo.types import Comm, Prompt, Sample, SamplingParams, StopCheck
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class SamplerParts:
 
 
 class Sampler(Protocol):
-    """Interface of samplers: prompts in, trajectories without scores out. All ranks call every method together."""
+    """Interface of samplers: prompts in, samples without scores out. All ranks call every method together."""
 
-    def sample(self, request: SampleRequest) -> list[Trajectory]:
+    def sample(self, request: SampleRequest) -> list[Sample]:
         """Return this rank's share of the samples, those of one prompt beside each other."""
 
     def close(self) -> None:
@@ -51,11 +51,11 @@ class Sampler(Protocol):
 
 
 class SampleFailed(Exception):  # noqa: N818 (it says nothing about the policy)
-    """A sample that cannot be trained on, and why; ``trajectory`` stands for it in logs."""
+    """A sample that cannot be trained on, and why; ``sample`` stands for it in logs."""
 
-    def __init__(self, message: str, trajectory: Trajectory | None = None) -> None:
+    def __init__(self, message: str, sample: Sample | None = None) -> None:
         super().__init__(message)
-        self.trajectory = trajectory
+        self.sample = sample
 
 
 class SingleSampler(Sampler, Protocol):
@@ -79,8 +79,8 @@ class SingleSampler(Sampler, Protocol):
         env_seed: int,
         group: int,
         metrics: Metrics,
-    ) -> list[Trajectory]:
-        """Return the segments of one unscored sample; ``SampleFailed`` if it cannot be trained on.
+    ) -> Sample:
+        """Return one unscored sample; ``SampleFailed`` if it cannot be trained on.
 
         It is not collective. ``env_seed`` is the seed of an environment, the same for all samples of a ``group``.
         """

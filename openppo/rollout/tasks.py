@@ -15,7 +15,7 @@ from openppo.rollout.sample_request import SampleRequest
 from openppo.rollout.samplers import Players, SamplerParts, SingleSampler
 from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
-from openppo.types import Prompt, SamplingParams, Trajectory
+from openppo.types import Prompt, Sample, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -208,9 +208,9 @@ class TaskSampler:
         self.params = {task.name: sampling_params(task.config.generation) for task in tasks}
         self.samplers = {task.name: self._new_sampler(task) for task in tasks}
 
-    def sample(self, request: SampleRequest) -> list[Trajectory]:
+    def sample(self, request: SampleRequest) -> list[Sample]:
         """Sample this rank's share, one task after the other, at the temperature of the request."""
-        trajectories: list[Trajectory] = []
+        samples: list[Sample] = []
         first_group = request.first_group
         for name, sampler in list(self.samplers.items()):
             prompts = [prompt for prompt in request.prompts if prompt.task == name]
@@ -218,11 +218,11 @@ class TaskSampler:
                 continue
 
             params = replace(self.params[name], temperature=request.params.temperature)
-            trajectories += sampler.sample(
+            samples += sampler.sample(
                 request._replace(prompts=prompts, params=params, first_group=first_group)
             )
             first_group += len(prompts)
-        return trajectories
+        return samples
 
     async def start(self) -> None:
         """Start all samplers."""
@@ -249,8 +249,8 @@ class TaskSampler:
         env_seed: int,
         group: int,
         metrics: Metrics,
-    ) -> list[Trajectory]:
-        """Return the segments of one sample."""
+    ) -> Sample:
+        """Return one sample."""
         return await self.samplers[prompt.task].sample_one(
             prompt, params, seed, env_seed=env_seed, group=group, metrics=metrics
         )

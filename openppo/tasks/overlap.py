@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from openppo.agents.compat import MultiRoundBufferDataset
-from openppo.orchestrator.work_buffer import WorkBuffer
+from openppo.orchestrator.work_buffer import Group, WorkBuffer
 from openppo.rollout.failures import FailureCount, NothingTrainedError
-from openppo.types import Trajectory
+from openppo.types import Sample
 
 
 class _Waiting(NamedTuple):
@@ -23,15 +23,15 @@ class _Waiting(NamedTuple):
 
 @dataclass
 class _Running:
-    """A group that has begun: ids of running episodes, and turns of scored ones."""
+    """A group that has begun: ids of running episodes, and samples of scored ones."""
 
     missing: set[str]
     n_samples: int
-    members: list[list[Trajectory]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
 
 
 class OverlappingDataset(MultiRoundBufferDataset):
-    """Turns of whole groups, for training while agents play others; any thread may call it.
+    """Samples of whole groups, for training while agents play others; any thread may call it.
 
     A group is the samples of one row. ``work`` decides how many groups may run and which are too old, as for the
     trainer's ``--max_staleness`` and ``--stale``. A group of several samples is dropped if fewer than two succeed; ten
@@ -61,36 +61,36 @@ class OverlappingDataset(MultiRoundBufferDataset):
         self, request_id: str, score: float | None, total_round_count: int | None = None
     ) -> None:
         """Note that an episode has ended; its group is complete with the last one."""
-        turns = self.scored(request_id, score, total_round_count)
+        sample = self.scored(request_id, score, total_round_count)
         with self._changed:
             group = self._group_of.pop(request_id)
             running = self._running[group]
             running.missing.remove(request_id)
-            if turns:
-                running.members.append(turns)
+            if sample is not None:
+                running.samples.append(sample)
             if running.missing:
                 return
 
             del self._running[group]
-            if len(running.members) < min(2, running.n_samples):
+            if len(running.samples) < min(2, running.n_samples):
                 self.work.drop(group, "failed")
                 self.failures.add_group(
                     f"too few episodes of group {group} have a score; the log says why"
                 )
             else:
                 self.failures.add_group(None)
-                self.work.complete(group, [turn for turns in running.members for turn in turns])
+                self.work.complete(group, running.samples)
             self._admit()
             self._changed.notify_all()
 
-    def take_groups(self, timeout: float | None = None) -> list[Trajectory]:
-        """Wait for the next ``batch_groups`` groups and return their turns; none after ``timeout`` seconds.
+    def take_groups(self, timeout: float | None = None) -> list[Sample]:
+        """Wait for the next ``batch_groups`` groups and return their samples; none after ``timeout`` seconds.
 
         ``NothingTrainedError`` if too many groups in a row have failed.
         """
         with self._changed:
             groups = self._changed.wait_for(self._cut_or_raise, timeout) or []
-        return [turn for group in groups for turn in group]
+        return [sample for group in groups for sample in group]
 
     def advance(self, version: int) -> None:
         """Note that ``version`` global steps are trained, and that the engine has their weights."""
@@ -99,7 +99,7 @@ class OverlappingDataset(MultiRoundBufferDataset):
             self.work.sync(version)
             self._admit()
 
-    def _cut_or_raise(self) -> list[list[Trajectory]] | None:
+    def _cut_or_raise(self) -> list[Group] | None:
         groups = self._cut()
         if groups is not None:
             return groups
@@ -109,7 +109,7 @@ class OverlappingDataset(MultiRoundBufferDataset):
             raise NothingTrainedError(message)
         return None
 
-    def _cut(self) -> list[list[Trajectory]] | None:
+    def _cut(self) -> list[Group] | None:
         groups = self.work.cut()
         self._admit()  # dropped groups have left room
         return groups

@@ -62,7 +62,7 @@ def batch_plan(
             n_steps = config.ppo.max_steps
         if not n_steps:
             raise ValueError(
-                "--max_steps is missing: the source of trajectories does not say how many steps it has."
+                "--max_steps is missing: the source of samples does not say how many steps it has."
             )
         return BatchPlan(config, n_ranks, [full] * n_steps, prompt_epochs=1)
 

@@ -78,7 +78,7 @@ def build_ppo_trainer(
 ) -> PPOTrainer:
     """Build a trainer from options; ``ValueError`` names the flag or the object at fault.
 
-    ``source`` yields trajectories, or (as ``Players``) makes the sampler of an agent's episodes; without it the policy
+    ``source`` yields samples, or (as ``Players``) makes the sampler of an agent's episodes; without it the policy
     responds to prompts. ``trackers`` log on rank 0. ``objects`` are fields of ``OwnObjects`` and replace objects that
     options name: models, a tokenizer, prompts and a reward function.
     """
@@ -118,7 +118,7 @@ class _Run:
     checkpointer: Checkpointer
     card: RunCard
     samples: bool
-    """True if the run samples from its policy, False if the caller passed a source of trajectories."""
+    """True if the run samples from its policy, False if the caller passed a source of samples."""
     scorer: Any
     eval_scorer: Any
 

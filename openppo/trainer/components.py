@@ -28,7 +28,7 @@ class PPOComponents:
     """Models, data and reporting of a PPO trainer.
 
     ``critic_step`` is None for estimators without a critic, ``ema`` without ``--enable_ema``. If the caller's source
-    makes the trajectories, ``engine`` and ``scorer`` are None, and there are no prompts. ``pack_documents_to`` is the
+    makes the samples, ``engine`` and ``scorer`` are None, and there are no prompts. ``pack_documents_to`` is the
     length in tokens of rows that documents share (None: a row for each document).
     """
 

@@ -13,10 +13,11 @@ from openppo.experience.own_estimator import loss_aggregation
 from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, join_rows, mini_batches
 from openppo.models.loss import ValueLoss, token_weights
 from openppo.models.padding import on_device
+from openppo.rollout.rollout import unscored
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
 from openppo.tracking.phase import timed
-from openppo.types import Comm, Experience, Trajectory
+from openppo.types import Comm, Experience, Sample, segments_of
 
 
 class CriticStep:
@@ -102,25 +103,25 @@ class OnePassCritic(ExperienceMaker):
         return not dropped and config.lora.lora_dropout == 0
 
     def make(
-        self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0
+        self, samples: Sequence[Sample], metrics: Metrics, n_done: int = 0
     ) -> list[Experience]:
         """Make experience as ``ExperienceMaker`` does; signals are polled before the critic is trained, not after."""
-        n_samples = self.count(trajectories)
-        if n_samples == 0 or n_samples > self.config.batch.train_batch_size:
-            return super().make(trajectories, metrics, n_done)
+        n_rows = self.count(segments_of(unscored(samples)))
+        if n_rows == 0 or n_rows > self.config.batch.train_batch_size:
+            return super().make(samples, metrics, n_done)
 
-        batch = self._rewarded(trajectories, metrics, n_done, values=False)
-        measure_staleness(trajectories, n_done, metrics)
+        batch = self._rewarded(samples, metrics, n_done, values=False)
+        measure_staleness(samples, n_done, metrics)
         with self.hooks.timer.phase("training"):
             rows = self._with_values(batch, n_done)
         completed = join_rows(rows).to(self.device) if rows else None
-        return self._completed(completed, trajectories, metrics, n_done=n_done)
+        return self._completed(completed, samples, metrics, n_done=n_done)
 
-    def _with_values(self, samples: Experience | None, n_done: int) -> list[Experience]:
-        """This rank's ``samples`` with values, by an optimizer step on all ranks' samples."""
+    def _with_values(self, rows: Experience | None, n_done: int) -> list[Experience]:
+        """This rank's ``rows`` with values, by an optimizer step on all ranks' rows."""
         buffer = ReplayBuffer(self.comm, zero_stage=self.config.deepspeed.zero_stage)
-        if samples is not None:
-            buffer.append(samples)
+        if rows is not None:
+            buffer.append(rows)
         batch = next(mini_batches(buffer, self.config, n_done))
         # values (L,) by place among the samples of all ranks
         values_by_place: dict[int, Tensor] = {}

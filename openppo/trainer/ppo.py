@@ -9,6 +9,7 @@ from openppo import logger
 from openppo.config import TrainPPOConfig
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.rollout.failures import NothingTrainedError
+from openppo.rollout.rollout import Rollout
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state
 from openppo.strategy.fault_report import ExplainMemory
 from openppo.tracking import Metrics, progress_bar
@@ -23,14 +24,14 @@ from openppo.trainer.resume.trainer_state import restore_trainer, trainer_state
 from openppo.trainer.sample_log import StepDiagnostics
 from openppo.trainer.source import PromptSource
 from openppo.trainer.update import Update
-from openppo.types import Interrupted, Prompt, RolloutSource, Trajectory
+from openppo.types import Interrupted, Prompt, RolloutSource, Sample
 
 
 class PPOTrainer:
-    """PPO trainer on the trajectories of ``source``: ``fit()`` for whole runs, ``step(prompts)`` for custom loops.
+    """PPO trainer on the samples of ``source``: ``fit()`` for whole runs, ``step(prompts)`` for custom loops.
 
     ``build_ppo_trainer(config)`` makes one from options. All ranks call every method together, with the same prompts or
-    their own trajectories. Setting ``should_stop`` on any rank ends ``fit()`` after the current step.
+    their own samples. Setting ``should_stop`` on any rank ends ``fit()`` after the current step.
     """
 
     def __init__(
@@ -66,48 +67,48 @@ class PPOTrainer:
         if self.config.evaluation.val_only:
             return evaluate_alone(self)
         with self._session():
-            for trajectories in self._rollouts():
-                self.report(self.train_on(trajectories))
+            for samples in self._rollouts():
+                self.report(self.train_on(samples))
                 self.source.publish(self.global_step)
 
     def step(self, prompts: Sequence[str | Prompt]) -> dict[str, float]:
         """Take a global step on responses to ``prompts``; return its metrics, the same on all ranks."""
         return self.train_on(self.rollout(prompts))
 
-    def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
-        """Sample and score responses to this rank's share of ``prompts``; reading a trajectory waits for its score."""
+    def rollout(self, prompts: Sequence[str | Prompt]) -> Rollout:
+        """Sample and score responses to this rank's share of ``prompts``; the first read waits for the scores."""
         return _prompt_source(self.source).rollout(prompts)
 
-    def train_on(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Take a global step on the trajectories of all ranks, and return its metrics."""
+    def train_on(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Take a global step on the samples of all ranks, and return its metrics."""
         metrics = Metrics()
         # they still hold the last step if it was never reported
         self.replay_buffer.clear()
         self.view.observed.clear()
 
         with self.maker.hooks.timer.step(self.state.global_step + 1):
-            experience = self.maker.make(trajectories, metrics, self.global_step)
+            experience = self.maker.make(samples, metrics, self.global_step)
             self.replay_buffer.fill(experience)
             reduced = self.update(self.replay_buffer, metrics)
 
-        self.view.trained_on = trajectories
+        self.view.trained_on = samples
         n_rollout_ranks = self.config.orchestrator.rollout_ranks
         return reduced | self.maker.hooks.timer.take_metrics(self.comm, n_rollout_ranks)
 
     @evaluation
     def evaluate(self) -> dict[str, float]:
         """Return metrics of responses to held-out prompts, the same on all ranks; empty if there are none."""
-        trajectories = self.source.evaluate()
+        samples = self.source.evaluate()
         grading = self.components.grading
         if grading.scorer is None:
-            self.maker.reward_names.check(trajectories)
+            self.maker.reward_names.check(samples)
         is_last = self.config.evaluation.val_only or self.global_step >= self.total_steps
-        self.pass_watch.look(grading, trajectories, is_last)
+        self.pass_watch.look(grading, samples, is_last)
 
-        metrics = grading.measure(trajectories)
+        metrics = grading.measure(samples)
         self.components.card.note(self.global_step, metrics)
         if metrics:
-            self.view.show_evaluation(self.global_step, trajectories)
+            self.view.show_evaluation(self.global_step, samples)
             notify(self.callbacks, "on_evaluate", self, metrics)
         return metrics
 
@@ -209,8 +210,8 @@ class PPOTrainer:
         done = used_up + self.state.global_step
         return done * self.config.ppo.num_episodes / self.planned_steps
 
-    def _rollouts(self) -> Iterator[Sequence[Trajectory]]:
-        """Yield the trajectories of each remaining step, until ``should_stop``."""
+    def _rollouts(self) -> Iterator[Sequence[Sample]]:
+        """Yield the samples of each remaining step, until ``should_stop``."""
         strategy = self.components.strategy
         source = iter(self.source)
         with progress_bar(self.total_steps, "PPO", enabled=strategy.is_main) as bar:
@@ -218,17 +219,17 @@ class PPOTrainer:
             while self.global_step < self.total_steps and not strategy.any_rank(self.should_stop):
                 self._take_snapshot()
                 self.components.stop()
-                trajectories = next(source, None)
-                if trajectories is None:
+                samples = next(source, None)
+                if samples is None:
                     self._end_early()
                     return
-                yield trajectories
+                yield samples
                 # dynamic sampling may have used up prompts of later steps
                 bar.update(total=self.total_steps)
 
     def _end_early(self) -> None:
         """Evaluate and save as after the last step, because the source has ended early."""
-        logger.info("no more trajectories after %d of %d steps", self.global_step, self.total_steps)
+        logger.info("no more samples after %d of %d steps", self.global_step, self.total_steps)
         evaluated = self.evaluate()
         if evaluated:
             self.components.trackers.log(self.global_step, evaluated)

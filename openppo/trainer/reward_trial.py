@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.rewards.scoring import Scorer
 from openppo.tracking.console import escape_control, table_lines
-from openppo.types import FinishReason, Prompt, Score, Trajectory
+from openppo.types import Completion, FinishReason, Prompt, Sample, Score
 
 _ROWS = 3
 _LONGEST = 240  # characters of a text
@@ -34,21 +34,18 @@ def trial_lines(
     return lines
 
 
-def _labelled(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, group: int) -> Trajectory:
+def _labelled(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, group: int) -> Sample:
     """Sample whose response is the label of its prompt, ended with EOS."""
     response = tokenizer.encode(_response(prompt), add_special_tokens=False)
     if tokenizer.eos_token_id is not None:
         response = [*response, tokenizer.eos_token_id]
-    ids = [*prompt.token_ids, *response]
-    return Trajectory(
-        token_ids=ids,
-        action_mask=[i >= len(prompt.token_ids) for i in range(len(ids))],
-        log_probs=[0.0] * len(ids),
-        versions=[0] * len(ids),
+    completion = Completion(
+        response,
+        log_probs=[0.0] * len(response),
+        versions=[0] * len(response),
         finish_reason=FinishReason.STOP,
-        prompt=prompt,
-        group=group,
     )
+    return Sample.of_response(prompt, completion, group)
 
 
 def _response(prompt: Prompt) -> str:

@@ -32,7 +32,7 @@ def make_rollout_source(
     players: Players | None,
     actor_config: PreTrainedConfig,
 ) -> RolloutSource:
-    """Make the source of trajectories: responses, or the episodes that ``players`` plays."""
+    """Make the source of samples: responses, or the episodes that ``players`` plays."""
     strategy = components.strategy
     runs_beside_training = is_async(config, players)
 

@@ -3,7 +3,7 @@
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from itertools import groupby, takewhile
+from itertools import compress, groupby, takewhile
 from typing import Any
 
 import torch
@@ -12,11 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.datasets.message_parts import media_url
 from openppo.datasets.templates import text_of
-from openppo.media import Tokens, distinct_ids
-from openppo.rollout.episodes import episode_numbers
+from openppo.media import TokenIds, Tokens, distinct_ids
 from openppo.tracking import json_form
 from openppo.trainer.self_check import token_columns, token_texts
-from openppo.types import Experience, Prompt, Trajectory
+from openppo.types import Experience, Sample, Segment
 
 N_SAMPLES = 4
 """Samples that are logged of a step or of an evaluation."""
@@ -26,21 +25,18 @@ MAX_TOKENS = 2000
 Row = dict[str, Any]
 
 
-def choose(trajectories: Sequence[Trajectory]) -> list[int]:
+def choose(samples: Sequence[Sample]) -> list[int]:
     """Return indices of at most ``N_SAMPLES``: one sample, or two of a group, for each prompt.
 
-    Prompts are those with the smallest checksums, so the same return in each pass over the data. An episode in several
-    segments counts by its last.
+    Prompts are those with the smallest checksums, so the same return in each pass over the data.
     """
     groups: dict[int, list[int]] = {}
-    last_parts = {number: i for i, number in enumerate(episode_numbers(trajectories))}
-    for i in sorted(last_parts.values()):
-        groups.setdefault(trajectories[i].group, []).append(i)
+    for i, sample in enumerate(samples):
+        groups.setdefault(sample.group, []).append(i)
 
     checksums = {}
     for group, (first, *_) in groups.items():
-        prompt = trajectories[first].prompt
-        key = sample_key(prompt)
+        key = sample_key(_prompt_tokens(samples[first].last))
         checksums[group] = zlib.crc32(repr(key).encode())
 
     chosen: list[int] = []
@@ -55,28 +51,30 @@ def sample_key(tokens: Tokens) -> tuple[int, ...]:
 
 
 def sample_row(
-    trajectory: Trajectory,
+    sample: Sample,
     tokenizer: PreTrainedTokenizerBase,
-    reward: float | None,
-    experience: Experience | None = None,
+    weights: Mapping[str, float] | None,
+    rows: Sequence[Experience] = (),
 ) -> Row:
-    """Make a line of samples.jsonl, with the KL of the ``experience`` (1, L) if given.
+    """Make a line of samples.jsonl, with the KL of the experience of its segments, (1, L) each, if given.
 
-    ``reward`` is that of the whole episode, of which the trajectory may be a part; None in a run without rewards.
+    ``weights`` are those of rewards; None in a run without rewards.
     """
-    prompt = trajectory.prompt
-    episode = trajectory.episode
-    rewards = {} if reward is None else {"reward": reward, "rewards": trajectory.scores}
-    row = {
+    prompt = sample.prompt
+    episode = sample.episode
+    row: Row = {
         "prompt": prompt.text,
-        "response": tokenizer.decode(trajectory.response_ids),
         "label": json_form(prompt.label),  # Parquet has dates and bytes
-        "finish_reason": trajectory.finish_reason.value,
-        **rewards,
-        "response_length": sum(trajectory.action_mask),
+        **_answer(sample, tokenizer, weights),
+        "source": prompt.source,
+        "row": prompt.index,
+        "group": sample.group,
+        "segments": [_segment_summary(segment) for segment in sample.segments],
     }
-    if trajectory.logged:
-        row["extra"] = trajectory.logged
+    if sample.logged:
+        row["extra"] = sample.logged
+    if sample.greedy is not None:
+        row["greedy"] = _answer(sample.greedy, tokenizer, weights)
     if episode is not None:
         row["ending"] = episode.ending.value
         row["turns"] = episode.n_turns
@@ -87,21 +85,56 @@ def sample_row(
         texts = (text_of(message.get("content")) for message in opening)
         row["prompt"] = prompt.text or "\n".join(texts)
 
-    read = rendered(prompt, tokenizer)
+    read = rendered(_prompt_tokens(sample.last), tokenizer)
     is_shown = read != row["prompt"] if episode is None else episode.n_turns > 0
     if is_shown:
         row["rendered_prompt"] = read
-    kl = None if experience is None else token_columns(experience).get("kl")
-    if kl is not None:
-        row["kl"] = float(kl.sum())
+    kl = [token_columns(experience).get("kl") for experience in rows]
+    if kl and kl[0] is not None:
+        row["kl"] = sum(float(column.sum()) for column in kl if column is not None)
     return row
 
 
-def rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
+def _answer(
+    sample: Sample, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, float] | None
+) -> Row:
+    """Columns of a response and of what it earned."""
+    columns: Row = {
+        "response": tokenizer.decode(sample.last.response_ids),
+        "finish_reason": sample.last.finish_reason.value,
+        "response_length": sample.n_actions,
+    }
+    if weights is not None:
+        columns["reward"] = sample.total_reward(weights)
+        columns["rewards"] = dict(sample.scores)
+    return columns
+
+
+def _segment_summary(segment: Segment) -> Row:
+    """Columns of a segment: runs of versions over its actions, and places of its token rewards."""
+    versions = compress(segment.versions, segment.action_mask)
+    rewards = enumerate(segment.token_rewards or [])
+    ends = segment.step_ends or segment.action_mask
+    return {
+        "n_prompt": segment.n_prompt,
+        "n_tokens": len(segment.token_ids),
+        "actions": segment.spans,
+        "versions": [[version, len(list(run))] for version, run in groupby(versions)],
+        "token_rewards": [[place, reward] for place, reward in rewards if ends[place]],
+        "finish_reason": segment.finish_reason.value,
+    }
+
+
+def _prompt_tokens(segment: Segment) -> TokenIds:
+    """Tokens before the first turn, with all images of the segment."""
+    return TokenIds(segment.prompt_ids, segment.media)
+
+
+def rendered(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> str:
     """Decode a prompt with special tokens and tools; equal tokens of an image are counted."""
-    images = {item.token_id for item in prompt.media}
+    images = {item.token_id for item in tokens.media}
     parts = []
-    for is_image, run in groupby(prompt.token_ids, images.__contains__):
+    for is_image, run in groupby(tokens.token_ids, images.__contains__):
         ids = list(run)
         shown = ids[:1] if is_image else ids
         text = str(tokenizer.decode(shown, clean_up_tokenization_spaces=False))
@@ -110,32 +143,49 @@ def rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def rollout_row(
-    trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, reward: float | None, tokens: bool
+    sample: Sample,
+    tokenizer: PreTrainedTokenizerBase,
+    weights: Mapping[str, float] | None,
+    tokens: bool,
 ) -> Row:
     """Make a line of ``--dump_rollouts``, with the same columns and types in any run.
 
     So all files make one table; without rewards the column ``reward`` has only nulls. Values that may have any type in
-    a row of data are text: labels, and as JSON rewards, extras and messages.
+    a row of data are text: labels, and as JSON rewards, extras, messages and the greedy response.
     """
-    prompt = trajectory.prompt
-    row = sample_row(trajectory, tokenizer, reward)
+    row = sample_row(sample, tokenizer, weights)
     row["label"] = _label_text(row["label"])
-    row["reward"] = None if reward is None else float(reward)
-    row["rewards"] = json.dumps(json_form(trajectory.scores))
-    row["extra"] = json.dumps(trajectory.logged, ensure_ascii=False)
-    if trajectory.episode is None:
+    row["reward"] = None if weights is None else float(row["reward"])
+    row["rewards"] = json.dumps(json_form(dict(sample.scores)))
+    row["extra"] = json.dumps(sample.logged, ensure_ascii=False)
+    if sample.episode is None:
         row |= {"ending": "", "turns": 1, "error": "", "output": ""}
     row["rendered_prompt"] = row.get("rendered_prompt", "")
     row["messages"] = json.dumps(row.get("messages"), ensure_ascii=False)
-    row["source"] = prompt.source
-    row["task"] = prompt.task
-    row["row"] = prompt.index
-    row["group"] = trajectory.group
-    if tokens:
-        row["token_ids"] = trajectory.token_ids
-        row["action_mask"] = trajectory.action_mask
-        row["log_probs"] = trajectory.log_probs
+    row["greedy"] = json.dumps(row.get("greedy"), ensure_ascii=False)
+    row["task"] = sample.prompt.task
+    row["segments"] = [_dumped_segment(segment, tokens) for segment in sample.segments]
     return row
+
+
+def _dumped_segment(segment: Segment, tokens: bool) -> Row:
+    """Columns of a segment that have a value in any run; lists have an entry for each token."""
+    versions = list(compress(segment.versions, segment.action_mask))
+    columns: Row = {
+        "n_prompt": segment.n_prompt,
+        "n_tokens": len(segment.token_ids),
+        "n_actions": segment.n_actions,
+        "oldest_version": min(versions, default=-1),
+        "newest_version": max(versions, default=-1),
+        "finish_reason": segment.finish_reason.value,
+    }
+    if tokens:
+        columns["token_ids"] = segment.token_ids
+        columns["action_mask"] = segment.action_mask
+        columns["log_probs"] = segment.log_probs
+        columns["versions"] = segment.versions
+        columns["token_rewards"] = segment.token_rewards or [0.0] * len(segment.token_ids)
+    return columns
 
 
 def _label_text(label: Any) -> str:
@@ -148,37 +198,37 @@ def _label_text(label: Any) -> str:
 
 
 def token_row(
-    trajectory: Trajectory,
+    sample: Sample,
     tokenizer: PreTrainedTokenizerBase,
     experience: Experience | None = None,
     observed: Mapping[str, Tensor] | None = None,
 ) -> Row:
-    """Make a line of tokens.jsonl: lists over the response's tokens, null for untrained ones.
+    """Make a line of tokens.jsonl: lists over the last segment's response, null for untrained tokens.
 
     Thumbnails are by the address of the image in messages. Numbers are those of the ``experience`` (1, L), else the
     engine's, and of training forwards that were ``observed``, (L,).
     """
-    first = len(trajectory.prompt.token_ids)
-    n = len(trajectory.token_ids)
+    segment = sample.last
+    first = segment.n_prompt
+    n = len(segment.token_ids)
     if experience is not None:
         mask = experience.action_mask[0].tolist()
         columns = {name: column[0] for name, column in token_columns(experience).items()}
     else:
-        mask = trajectory.action_mask
-        columns = {"log_prob": torch.tensor(trajectory.log_probs, dtype=torch.float64)}
+        mask = segment.action_mask
+        columns = {"log_prob": torch.tensor(segment.log_probs, dtype=torch.float64)}
     columns |= observed or {}
 
     places = _kept_places(first, n)
-    texts = token_texts(trajectory.token_ids, tokenizer, first)
+    texts = token_texts(segment.token_ids, tokenizer, first)
     row: Row = {"first": first, "n_tokens": n - first, "texts": [texts[t - first] for t in places]}
-    row |= _prompt_columns(trajectory.token_ids[:first], tokenizer)
-    row["ids"] = [trajectory.token_ids[t] for t in places]
+    row |= _prompt_columns(segment.prompt_ids, tokenizer)
+    row["ids"] = [segment.token_ids[t] for t in places]
     row["trained"] = [int(mask[t]) for t in places]
-    media = trajectory.prompt.media
-    if media:
-        row["images"] = {media_url(item.key): item.thumbnail for item in media}
-    if trajectory.episode is not None:
-        row["turns"] = [[start - first, stop - first] for start, stop in trajectory.spans]
+    if segment.media:
+        row["images"] = {media_url(item.key): item.thumbnail for item in segment.media}
+    if sample.episode is not None:
+        row["turns"] = [[start - first, stop - first] for start, stop in segment.spans]
 
     for name, column in columns.items():
         values = column.tolist()

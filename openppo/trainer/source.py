@@ -17,7 +17,6 @@ from openppo.experience.group_filters import useful_groups
 from openppo.experience.own_estimator import estimator_of
 from openppo.experience.scoring import begin_scoring, check_rewarded
 from openppo.rollout.engine_sampler import EngineSampler, rank_share
-from openppo.rollout.episodes import by_episode, episode_reward
 from openppo.rollout.failures import N_SHOWN, FailureCount, NothingTrainedError
 from openppo.rollout.memory import free_memory
 from openppo.rollout.rollout import Rollout, wait_for_scores
@@ -28,7 +27,7 @@ from openppo.tracking import Metrics
 from openppo.tracking.phase import timed
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.evaluation.held_out import measure_held_out_kl, scored_held_out
-from openppo.types import Comm, Prompt, Trajectory
+from openppo.types import Comm, Prompt, Sample, segments_of
 
 _ALL_EQUAL = (
     "--dynamic_sampling: the rewards of each group are equal. Use other prompts, or a finer reward"
@@ -88,7 +87,7 @@ class PromptSource:
             return max_steps or 0
         return self.n_batches if max_steps is None else min(max_steps, self.n_batches)
 
-    def __iter__(self) -> Iterator[list[Trajectory]]:
+    def __iter__(self) -> Iterator[Rollout]:
         return map(self.rollout, self.prompt_batches())
 
     def prompt_batches(self) -> Iterator[PromptBatch]:
@@ -105,7 +104,7 @@ class PromptSource:
         finally:
             self.current_batch = None
 
-    def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
+    def rollout(self, prompts: Sequence[str | Prompt]) -> Rollout:
         """Sample responses to this rank's share of ``prompts``, and start to score them.
 
         With ``--dynamic_sampling``, further prompts of ``--prompt_data`` replace groups with equal rewards. Raises, on
@@ -128,7 +127,7 @@ class PromptSource:
     def publish(self, version: int) -> None:
         """Do nothing: the engine reads the actor's weights in place when it samples."""
 
-    def evaluate(self) -> list[Trajectory]:
+    def evaluate(self) -> Sequence[Sample]:
         """Return scored responses to ``--eval_data``, sampled with the weights that ``save`` writes."""
         held_out = self.components.data.held_out
         if not held_out:
@@ -206,7 +205,7 @@ class PromptSource:
         ready = [as_prompt(prompt, tokenizer, self.config.data) for prompt in prompts]
         first_group = self.consumed_prompts
         metrics = Metrics()
-        failed: list[Trajectory] = []
+        failed: list[Sample] = []
         request = SampleRequest(
             ready,
             sampling_params(self.config.generation),
@@ -220,7 +219,7 @@ class PromptSource:
             sampled = self.sampled_by.sample(request)
             if self.estimator.needs_greedy:
                 sampled = _with_greedy(self.sampled_by, sampled, request)
-        self.timer.count_tokens("generation", sum(sum(t.action_mask) for t in sampled))
+        self.timer.count_tokens("generation", sum(sample.n_actions for sample in sampled))
         self.consumed_prompts += len(ready)
         shown = self._count_groups(rank_share(ready, first_group, self.comm), sampled, failed)
 
@@ -231,15 +230,16 @@ class PromptSource:
                 rollout = begin_scoring(self.scorer, sampled, self.components.stop)
         rollout.metrics.merge(metrics)
         rollout.failed.extend(shown)
-        self.timer.count_tokens("scoring", sum(len(t.token_ids) for t in sampled))
+        n_tokens = sum(len(segment.token_ids) for segment in segments_of(sampled))
+        self.timer.count_tokens("scoring", n_tokens)
         return rollout
 
     def _count_groups(
         self,
         share: tuple[Sequence[Prompt], int],
-        sampled: Sequence[Trajectory],
-        failed: Sequence[Trajectory],
-    ) -> list[Trajectory]:
+        sampled: Sequence[Sample],
+        failed: Sequence[Sample],
+    ) -> list[Sample]:
         """Count the failed groups of all ranks in order, and return a few ``failed`` episodes to show.
 
         ``share`` is this rank's prompts and the group of the first. ``NothingTrainedError`` after many failures.
@@ -262,9 +262,9 @@ class PromptSource:
         wanted = self.config.prompts_per_step
         max_batches = self.config.ppo.dynamic_sampling_max_batches
         metrics = Metrics()
-        all_sampled: list[Trajectory] = []
-        kept: list[Trajectory] = []
-        failed: list[Trajectory] = []
+        all_sampled: list[Sample] = []
+        kept: list[Sample] = []
+        failed: list[Sample] = []
         n_groups = 0
         n_batches = 0
         batch: Sequence[str | Prompt] | None = prompts
@@ -276,11 +276,11 @@ class PromptSource:
             all_sampled += sampled
             metrics.merge(sampled.metrics)
             failed += sampled.failed
-            for segments in by_episode(sampled):
-                metrics.add("sampled_reward", episode_reward(segments, self.reward_weights))
+            for each in sampled:
+                metrics.add("sampled_reward", each.total_reward(self.reward_weights))
 
             kept += useful_groups(sampled, self.estimator.compares_steps, self.reward_weights)
-            groups = {trajectory.group for trajectory in kept}
+            groups = {each.group for each in kept}
             n_groups = int(self.comm.all_reduce(torch.tensor(len(groups))))
             is_done = n_groups >= wanted or n_batches == max_batches
             batch = None if is_done else self._next_prompts()
@@ -294,30 +294,29 @@ class PromptSource:
 
 
 def _with_greedy(
-    sampler: Sampler, sampled: Sequence[Trajectory], request: SampleRequest
-) -> list[Trajectory]:
+    sampler: Sampler, sampled: Sequence[Sample], request: SampleRequest
+) -> list[Sample]:
     """Add a greedy response to each group, as its baseline; drop groups without one."""
     params = dataclasses.replace(request.params, temperature=0.0)
     greedy = sampler.sample(request._replace(params=params, n_samples=1, metrics=Metrics()))
-    by_group = {segments[-1].group: tuple(segments) for segments in by_episode(greedy)}
-    kept = [trajectory for trajectory in sampled if trajectory.group in by_group]
-    for trajectory in kept:
-        trajectory.greedy = by_group[trajectory.group]
-    return kept
+    by_group = {sample.group: sample for sample in greedy}
+    return [
+        dataclasses.replace(sample, greedy=by_group[sample.group])
+        for sample in sampled
+        if sample.group in by_group
+    ]
 
 
 def _outcomes(
     share: tuple[Sequence[Prompt], int],
-    sampled: Sequence[Trajectory],
-    failed: Sequence[Trajectory],
+    sampled: Sequence[Sample],
+    failed: Sequence[Sample],
 ) -> dict[int, str | None]:
     """Return the failure of each of this rank's groups; None for a group with samples."""
     prompts, first = share
-    sampled_groups = {trajectory.group for trajectory in sampled}
+    sampled_groups = {sample.group for sample in sampled}
     errors = {
-        trajectory.group: trajectory.episode.failure
-        for trajectory in failed
-        if trajectory.episode is not None
+        sample.group: sample.episode.failure for sample in failed if sample.episode is not None
     }
     outcomes: dict[int, str | None] = dict.fromkeys(sampled_groups)
     for group in range(first, first + len(prompts)):
@@ -335,15 +334,15 @@ def _least_free_memory(comm: Comm, device: torch.device) -> int | None:
     return min((free for free in free_by_rank if free is not None), default=None)
 
 
-def first_groups(trajectories: Sequence[Trajectory], limit: int, comm: Comm) -> list[Trajectory]:
+def first_groups(samples: Sequence[Sample], limit: int, comm: Comm) -> list[Sample]:
     """Return this rank's share of the first ``limit`` groups of all ranks, dealt like prompts. Collective."""
-    gathered = list(chain.from_iterable(comm.all_gather_object(list(trajectories))))
-    groups = sorted({trajectory.group for trajectory in gathered})[:limit]
+    gathered = list(chain.from_iterable(comm.all_gather_object(list(samples))))
+    groups = sorted({sample.group for sample in gathered})[:limit]
     if not groups and comm.rank == 0:
         logger.warning("no prompt's responses got different rewards: nothing to train on")
     rank_groups = set(shard(groups, comm.rank, comm.world_size))
-    dealt = [trajectory for trajectory in gathered if trajectory.group in rank_groups]
-    return sorted(dealt, key=lambda trajectory: trajectory.group)
+    dealt = [sample for sample in gathered if sample.group in rank_groups]
+    return sorted(dealt, key=lambda sample: sample.group)
 
 
 def as_prompt(

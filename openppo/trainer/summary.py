@@ -174,7 +174,7 @@ def _ppo_facts(plan: BatchPlan, n_prompts: int) -> Facts:
     facts += [
         ("experience", f"passes of {passes}{on_each}"),
         ("training", f"{epochs} of {mini}, in micro-batches of {micro}{on_each}"),
-        ("in all", episodes if n_prompts else "trajectories of the given source"),
+        ("in all", episodes if n_prompts else "samples of the given source"),
         ("", f"{at_most}{n_steps}, {optimizer_steps}"),
     ]
     return facts

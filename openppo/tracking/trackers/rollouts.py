@@ -1,4 +1,4 @@
-"""All trajectories of a run as JSON lines: a series of files for each split and rank, rotated by size."""
+"""All samples of a run as JSON lines: a series of files for each split and rank, rotated by size."""
 
 import json
 from pathlib import Path

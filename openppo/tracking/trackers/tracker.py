@@ -26,7 +26,7 @@ class Tracker:
         """Record one row for each sample of a step: lists over the tokens of its response."""
 
     def log_rollouts(self, step: int, split: str, rows: list[dict[str, Any]]) -> None:
-        """Record one row for each of this rank's trajectories, of a step or an evaluation, if they are dumped."""
+        """Record one row for each of this rank's samples, of a step or an evaluation, if they are dumped."""
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Record distributions of a step."""

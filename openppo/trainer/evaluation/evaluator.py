@@ -10,14 +10,13 @@ from typing import Any
 
 from openppo import logger
 from openppo.config import EvaluateConfig, EvaluationConfig, RewardConfig
-from openppo.experience.measure import measure_scores
+from openppo.experience.measure import measure_lengths, measure_scores
 from openppo.rewards import Scorer
-from openppo.rollout.episodes import by_episode, episode_reward
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
 from openppo.tracking.console import table_lines, write_line
 from openppo.tracking.report.run_data import short_names
-from openppo.types import Comm, Ending, Interrupted, Trajectory
+from openppo.types import Comm, Ending, Interrupted, Sample
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -74,38 +73,37 @@ class Grading:
         """Weights of the rewards that are measured; None if there are none."""
         return self.reward_weights if self.has_rewards else None
 
-    def measure(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    def measure(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Return metrics ``eval_...``, and ``eval/<short name of source>/...`` if there are several sources.
 
-        Responses to one prompt are neighbours with one ``group``. All ranks call this together, with their own
-        trajectories; the result is empty if no rank has any.
+        Samples of one prompt are neighbours with one ``group``. All ranks call this together, with their own samples;
+        the result is empty if no rank has any.
         """
         metrics = Metrics()
-        sources = list(dict.fromkeys(_source(trajectory) for trajectory in trajectories))
+        sources = list(dict.fromkeys(_source(sample) for sample in samples))
         names = short_names(chain.from_iterable(self.comm.all_gather_object(sources)))
-        for _, group in groupby(trajectories, key=lambda trajectory: trajectory.group):
-            responses = list(group)
-            self._measure_prompt(responses, metrics, prefix="eval_")
+        for _, group in groupby(samples, key=lambda sample: sample.group):
+            prompt_samples = list(group)
+            self._measure_prompt(prompt_samples, metrics, prefix="eval_")
             if len(names) > 1:
-                name = names[_source(responses[0])]
-                self._measure_prompt(responses, metrics, prefix=f"eval/{name}/")
-        if isinstance(trajectories, Rollout):
-            metrics.merge(trajectories.metrics)
+                name = names[_source(prompt_samples[0])]
+                self._measure_prompt(prompt_samples, metrics, prefix=f"eval/{name}/")
+        if isinstance(samples, Rollout):
+            metrics.merge(samples.metrics)
         return metrics.reduced(self.comm)
 
-    def passes(self, segments: Sequence[Trajectory]) -> bool:
-        """True if the ``segments`` of a response or episode pass; False without a ``pass_reward``."""
-        return self.is_enough(self.deciding_reward(segments))
+    def passes(self, sample: Sample) -> bool:
+        """True if a sample passes; False without a ``pass_reward``."""
+        return self.is_enough(self.deciding_reward(sample))
 
-    def deciding_reward(self, segments: Sequence[Trajectory]) -> float:
-        """Return the score named ``pass_on``, -inf where it is missing; without a name the whole reward.
+    def deciding_reward(self, sample: Sample) -> float:
+        """Return the score named ``pass_on``, -inf where it is missing; without a name the total reward.
 
-        A task of ``--tasks`` without that score passes by its whole reward.
+        A task of ``--tasks`` without that score passes by its total reward.
         """
-        last = segments[-1]
-        if self.pass_on is None or (last.prompt.task and self.pass_on not in last.scores):
-            return episode_reward(segments, self.reward_weights)
-        return last.scores.get(self.pass_on, -math.inf)
+        if self.pass_on is None or (sample.prompt.task and self.pass_on not in sample.scores):
+            return sample.total_reward(self.reward_weights)
+        return sample.scores.get(self.pass_on, -math.inf)
 
     def is_enough(self, reward: float) -> bool:
         """True if ``reward`` reaches ``pass_reward``, up to the rounding of a weighted sum."""
@@ -113,33 +111,28 @@ class Grading:
             return False
         return reward >= self.pass_reward or math.isclose(reward, self.pass_reward, rel_tol=1e-9)
 
-    def _measure_prompt(
-        self, responses: Sequence[Trajectory], metrics: Metrics, prefix: str
-    ) -> None:
-        """Add the metrics of all responses to one prompt."""
-        episodes = by_episode(responses)
+    def _measure_prompt(self, samples: Sequence[Sample], metrics: Metrics, prefix: str) -> None:
+        """Add the metrics of all samples of one prompt."""
         if self.pass_reward is not None:
-            n_passed = sum(map(self.passes, episodes))
-            for k in pass_ks(len(episodes)):
-                passing = pass_at_k(len(episodes), n_passed, k)
+            n_passed = sum(map(self.passes, samples))
+            for k in pass_ks(len(samples)):
+                passing = pass_at_k(len(samples), n_passed, k)
                 metrics.add(f"{prefix}pass@{k}", passing)
                 metrics.add(f"{prefix}pass@{k}_ci95", passing, reduce="ci95")
 
-        for segments in episodes:
-            episode = segments[-1].episode
+        for sample in samples:
+            episode = sample.episode
             if episode is not None:
                 metrics.add(f"{prefix}agent/turns", episode.n_turns)
                 for ending in Ending:
                     metrics.add(f"{prefix}agent/{ending.value}", episode.ending is ending)
 
-        measure_scores(responses, self.measured_weights, metrics, prefix=prefix)
+        measure_scores(samples, self.measured_weights, metrics, prefix=prefix)
         if self.has_rewards:
-            # Responses to one prompt are alike, so prompts are the independent values.
-            earned = [episode_reward(segments, self.reward_weights) for segments in episodes]
+            # Samples of one prompt are alike, so prompts are the independent values.
+            earned = [sample.total_reward(self.reward_weights) for sample in samples]
             metrics.add(f"{prefix}reward_ci95", sum(earned) / len(earned), reduce="ci95")
-        for response in responses:
-            metrics.add(f"{prefix}response_length", sum(response.action_mask))
-            metrics.add(f"{prefix}truncated_fraction", response.truncated)
+        measure_lengths(samples, metrics, prefix=prefix)
 
 
 def evaluation_table(metrics: Mapping[str, float], sources: Sequence[str]) -> list[str]:
@@ -182,6 +175,6 @@ def evaluate_alone(trainer: Any) -> None:
         write_line("\n".join(lines), sys.stdout)
 
 
-def _source(trajectory: Trajectory) -> str:
-    """Name of a trajectory in metrics: its task, else its data source."""
-    return trajectory.prompt.task or trajectory.prompt.source
+def _source(sample: Sample) -> str:
+    """Name of a sample in metrics: its task, else its data source."""
+    return sample.prompt.task or sample.prompt.source

@@ -25,8 +25,7 @@ from openppo.rewards.build import ScorerSetup
 from openppo.rewards.response_text import response_text
 from openppo.rewards.scoring import answer_text
 from openppo.rollout.decode_graphs import choose_recorder
-from openppo.rollout.engine_sampler import EngineSampler, sample_trajectories
-from openppo.rollout.episodes import by_episode, episode_reward
+from openppo.rollout.engine_sampler import EngineSampler, sample_responses
 from openppo.rollout.policy import FrozenPolicy
 from openppo.rollout.sample_request import SampleRequest
 from openppo.rollout.samplers import Players, Sampler, SamplerParts
@@ -42,7 +41,7 @@ from openppo.trainer.evaluation.evaluator import Grading, evaluation_table
 from openppo.trainer.evaluation.passing import PassWatch
 from openppo.trainer.policy_inputs import policy_vision
 from openppo.trainer.row_loading import once_per_host, tokenizing
-from openppo.types import Comm, Prompt, StopCheck, Trajectory
+from openppo.types import Comm, Prompt, Sample, StopCheck
 
 
 class _Job:
@@ -127,19 +126,19 @@ class _Job:
         """Inside, the engine may sample; afterwards its memory is free for other work."""
         return self.policy.engine.with_weights(WholeWeights(self.policy.actor.model))
 
-    def _row(self, response: Trajectory, number: int) -> dict[str, Any]:
-        """Make the line of this rank's response ``number``; its text ends before a stop string."""
-        ids = response.response_ids
-        text = response_text(response, self.tokenizer)
+    def _row(self, sample: Sample, number: int) -> dict[str, Any]:
+        """Make the line of this rank's sample ``number``; its text ends before a stop string."""
+        ids = sample.last.response_ids
+        text = response_text(sample, self.tokenizer)
         return {
-            "source": response.prompt.source,
-            "row": response.prompt.index,
+            "source": sample.prompt.source,
+            "row": sample.prompt.index,
             "sample": number % self.options.n_samples_per_prompt,
-            "prompt": response.prompt.text,
+            "prompt": sample.prompt.text,
             "response": text_before_stop(text, ids, self.params, decode=decoder(self.tokenizer)),
-            "finish_reason": response.finish_reason.value,
+            "finish_reason": sample.last.finish_reason.value,
             "n_tokens": len(ids),
-            "label": response.prompt.label,
+            "label": sample.prompt.label,
         }
 
 
@@ -156,7 +155,7 @@ class GenerateJob(_Job):
     def fit(self) -> None:
         """Generate and write."""
         with self._weights():
-            responses = sample_trajectories(
+            responses = sample_responses(
                 self.policy.engine,
                 self.prompts,
                 self.params,
@@ -174,11 +173,11 @@ class GenerateJob(_Job):
         write_rows(self.output, rows, self.comm)
 
     @torch.no_grad()
-    def _mean_log_prob(self, response: Trajectory) -> float:
+    def _mean_log_prob(self, sample: Sample) -> float:
         """Mean log-prob of the response's tokens under the model, at temperature 1."""
         # (1, L): the logits of a batch might not fit
-        inputs = ModelInputs.of([response], pad_token_id=0).to(self.strategy.device)
-        mask = torch.tensor([response.action_mask], device=self.strategy.device)
+        inputs = ModelInputs.of(sample.segments, pad_token_id=0).to(self.strategy.device)
+        mask = torch.tensor([sample.last.action_mask], device=self.strategy.device)
         log_probs = self.policy.actor(inputs, mask)
         return float(log_probs.sum() / mask.sum())
 
@@ -234,8 +233,7 @@ class EvaluateJob(_Job):
         responses = begin_scoring(self.scorer, sampled, StopCheck(), prefix="eval_")
 
         if self.output is not None:
-            episodes = by_episode(list(responses))
-            rows = [self._episode_row(segments, i) for i, segments in enumerate(episodes)]
+            rows = [self._scored_row(sample, i) for i, sample in enumerate(responses)]
             write_rows(self.output, rows, self.comm)
         check_rewarded(responses, self.comm)
         RewardNames(self.grading.reward_weights, self.comm, self.grading.pass_on).check(responses)
@@ -273,25 +271,24 @@ class EvaluateJob(_Job):
         """Make the reader of agents' images; None where the model reads none."""
         return self._vision().for_agents(self.policy.config, f"--pretrain {self.options.pretrain}")
 
-    def _episode_row(self, segments: Sequence[Trajectory], number: int) -> dict[str, Any]:
-        """Make the line of this rank's response or episode ``number``."""
-        response = segments[-1]
-        episode = response.episode
-        row = self._row(response, number)
-        row["rewards"] = response.scores
-        row["reward"] = episode_reward(segments, self.grading.reward_weights)
-        if response.logged:
-            row["extra"] = response.logged
+    def _scored_row(self, sample: Sample, number: int) -> dict[str, Any]:
+        """Make the line of this rank's sample ``number``, with its rewards."""
+        episode = sample.episode
+        row = self._row(sample, number)
+        row["rewards"] = sample.scores
+        row["reward"] = sample.total_reward(self.grading.reward_weights)
+        if sample.logged:
+            row["extra"] = sample.logged
         if episode is not None:
-            row["response"] = answer_text(response, self.tokenizer)
-            row["n_tokens"] = sum(sum(segment.action_mask) for segment in segments)
+            row["response"] = answer_text(sample, self.tokenizer)
+            row["n_tokens"] = sample.n_actions
             row["ending"] = episode.ending.value
             row["turns"] = episode.n_turns
             row["messages"] = episode.messages
             row["error"] = episode.error
             row["output"] = episode.output
         if self.grading.pass_reward is not None:
-            row["passed"] = self.grading.passes(segments)
+            row["passed"] = self.grading.passes(sample)
         return row
 
 

@@ -10,34 +10,24 @@ from openppo.rewards import Scorer
 from openppo.rollout.rollout import Rollout, wait_for_scores
 from openppo.tracking import Metrics, PhaseTimer
 from openppo.trainer.components import PPOComponents
-from openppo.types import Trajectory
+from openppo.types import Sample
 
 
 def scored_held_out(
-    components: PPOComponents, responses: Sequence[Trajectory], scorer: Scorer | None
+    components: PPOComponents, responses: Sequence[Sample], scorer: Scorer | None
 ) -> Rollout:
     """Score responses with ``--eval_reward_fn``, else with ``scorer``; wait for the scores. Collective."""
     grading = components.grading
     if grading.scorer is not None:  # rewards that an agent gave are replaced
-        _drop_rewards(responses)
-    rollout = begin_scoring(
-        grading.scorer or scorer, list(responses), components.stop, prefix="eval_"
-    )
+        responses = [response.with_scores({}) for response in responses]
+    rollout = begin_scoring(grading.scorer or scorer, responses, components.stop, prefix="eval_")
     wait_for_scores(rollout, components.stop)
     check_rewarded(rollout, components.strategy.comm)
     return rollout
 
 
-def _drop_rewards(responses: Sequence[Trajectory]) -> None:
-    """Remove all scores and rewards."""
-    for response in responses:
-        response.scores = {}
-        response.token_rewards = None
-        response.step_ends = None
-
-
 def measure_held_out_kl(
-    maker: ExperienceMaker, responses: Sequence[Trajectory], metrics: Metrics
+    maker: ExperienceMaker, responses: Sequence[Sample], metrics: Metrics
 ) -> None:
     """Measure ``eval_kl``: k1 of each action token, by the actor's present weights. Collective.
 

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from openppo import logger
-from openppo.rollout.episodes import by_episode
 from openppo.trainer.evaluation.evaluator import Grading
-from openppo.types import Comm, Trajectory
+from openppo.types import Comm, Sample
 
 _EVALUATIONS = 3
 """Evaluations without a passing response before the warning."""
@@ -24,7 +23,7 @@ class PassWatch:
     n_evaluations: int = 0
     has_warned: bool = False
 
-    def look(self, grading: Grading, trajectories: Sequence[Trajectory], is_last: bool) -> None:
+    def look(self, grading: Grading, samples: Sequence[Sample], is_last: bool) -> None:
         """Warn once, at the last evaluation or the third, if no response has passed. Collective.
 
         Rewards must differ: equal rewards mean only that no response is right so far.
@@ -32,13 +31,13 @@ class PassWatch:
         if grading.pass_reward is None or self.has_warned:
             return
 
-        episodes = [segments for segments in by_episode(trajectories) if _is_trained(segments[-1])]
-        deciding = [grading.deciding_reward(segments) for segments in episodes]
+        trained = [sample for sample in samples if sample.is_trained]
+        deciding = [grading.deciding_reward(sample) for sample in trained]
         # others lack the reward of --pass_on
         rewards = [reward for reward in deciding if reward > -math.inf]
         lowest = min(rewards, default=math.inf)
         highest = max(rewards, default=-math.inf)
-        score_names = set().union(*(segments[-1].scores for segments in episodes))
+        score_names = set().union(*(sample.scores for sample in trained))
 
         gathered = self.comm.all_gather_object((lowest, highest, score_names))
         for smallest, largest, names in gathered:
@@ -67,7 +66,3 @@ class PassWatch:
         self.has_warned = True
         if self.comm.rank == 0:
             logger.warning(warning)
-
-
-def _is_trained(trajectory: Trajectory) -> bool:
-    return trajectory.episode is None or trajectory.episode.ending.is_trained
