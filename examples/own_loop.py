@@ -12,6 +12,7 @@ from itertools import islice
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.trainer import build_ppo_trainer, quiet_libraries
+from openppo.types import Sample
 
 
 def right_places(label: str, response: str) -> float:
@@ -47,17 +48,15 @@ def train(model: str, data: str, save_path: str, steps: int) -> None:
         if trainer.comm.rank == 0:
             print(text, flush=True)
 
+    def rewarded(sample: Sample) -> Sample:
+        ids = sample.last.response_ids
+        response = trainer.components.tokenizer.decode(ids, skip_special_tokens=True)
+        return sample.with_scores({"right_places": right_places(sample.prompt.label, response)})
+
     say(f"exact match before {trainer.evaluate()['eval_pass@1']:.3f}")
     for prompts in islice(trainer.prompt_batches(), steps):
-        trajectories = trainer.rollout(
-            prompts
-        )  # this rank's share, with the scores of --verifiable_reward
-        for trajectory in trajectories:
-            response = trainer.components.tokenizer.decode(
-                trajectory.response_ids, skip_special_tokens=True
-            )
-            trajectory.scores = {"right_places": right_places(trajectory.prompt.label, response)}
-        metrics = trainer.train_on(trajectories)
+        samples = trainer.rollout(prompts)  # this rank's share, scored by --verifiable_reward
+        metrics = trainer.train_on(samples.map(rewarded))
         trainer.report(metrics)  # logs; evaluates at the end of an episode
         say(f"step {trainer.global_step}: reward {metrics['reward']:.3f}, KL {metrics['kl']:.4f}")
     say(f"exact match after {trainer.evaluate()['eval_pass@1']:.3f}")

@@ -66,14 +66,13 @@ class ModelInputs:
     def join(cls, batches: Sequence[ModelInputs]) -> ModelInputs:
         """Join batches, padded to the longest with id 0."""
         width = max(batch.sequences.shape[1] for batch in batches)
-        batches = [batch.widened(width) for batch in batches]
-        sequences = torch.cat([batch.sequences for batch in batches])
-        mask = torch.cat([batch.attention_mask for batch in batches])
+        widened = [batch.widened(width).tensors() for batch in batches]
+        joined = {name: torch.cat([tensors[name] for tensors in widened]) for name in widened[0]}
 
         media: list[Media] = []
         for batch in batches:
             media += batch.media or [()] * len(batch)
-        return cls(sequences, mask).with_media(media)
+        return cls(media=(), **joined).with_media(media)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -103,28 +102,24 @@ class ModelInputs:
         """Yield each row without padding, as a copy that does not keep the batch in memory."""
         assert self.position_ids is None, "packed documents have no rows of their own"
         for row, length in enumerate(self.lengths):
-            sequences = self.sequences[row : row + 1, :length].clone()
-            mask = self.attention_mask[row : row + 1, :length].clone()
-            yield ModelInputs(sequences, mask, self.media[row : row + 1])
+            tensors = {
+                name: tensor[row : row + 1, :length].clone()
+                for name, tensor in self.tensors().items()
+            }
+            yield ModelInputs(**tensors, media=self.media[row : row + 1])
 
     def widened(self, width: int) -> ModelInputs:
         """Return a copy with padding up to ``width`` columns, with id 0."""
         assert self.position_ids is None, "packed documents are padded when they are packed"
-        sequences = pad_to(self.sequences, width)
-        mask = pad_to(self.attention_mask, width)
-        return ModelInputs(sequences, mask, self.media)
+        tensors = {name: pad_to(tensor, width) for name, tensor in self.tensors().items()}
+        return replace(self, media=self.media, **tensors)
 
     def to(
         self, device: torch.device | str, move: Callable[..., Tensor] = Tensor.to
     ) -> ModelInputs:
         """Return a copy on ``device``, to which ``move`` transfers each tensor."""
-        positions = self.position_ids
-        return replace(
-            self,
-            sequences=move(self.sequences, device),
-            attention_mask=move(self.attention_mask, device),
-            position_ids=None if positions is None else move(positions, device),
-        )
+        tensors = {name: move(tensor, device) for name, tensor in self.tensors().items()}
+        return replace(self, media=self.media, **tensors)
 
 
 def pad_to(tensor: Tensor, width: int) -> Tensor:

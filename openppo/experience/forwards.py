@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from openppo.config import TrainPPOConfig
 from openppo.experience.hooks import Hooks
 from openppo.experience.replay_buffer import collate
+from openppo.media import Media, TokenIds
 from openppo.model_inputs import ModelInputs
 from openppo.models.batching import MicroBatchSize, split_overhead
 from openppo.models.dealing import Deal
@@ -73,15 +74,15 @@ class Forwards:
 
         segments = segments_of(samples)
         deal = Deal([len(segment.token_ids) for segment in segments], self.comm, groups)
-        own_rows = [
-            torch.tensor([segment.token_ids, segment.loss_mask], dtype=torch.int32)
-            for segment in segments
-        ]
+        own_columns = []
+        for segment in segments:
+            inputs = ModelInputs.of([segment], self.pad_token_id)
+            own_columns.append(_Row(inputs, torch.tensor([segment.loss_mask])).columns())
         media = deal.media([segment.media for segment in segments])
-        rows = []
-        for tokens, row_media in zip(deal.out(own_rows), media, strict=True):
-            inputs = ModelInputs.of_ids([tokens[0]], self.pad_token_id).with_media([row_media])
-            rows.append(_Row(inputs, tokens[1:].bool()))
+        rows = [
+            _Row.of_columns(columns, row_media)
+            for columns, row_media in zip(deal.out(own_columns), media, strict=True)
+        ]
 
         lengths = [row.action_mask.shape[1] for row in rows]
         ids = [row.inputs.distinct_rows[0] for row in rows if shares_prompts]
@@ -134,8 +135,22 @@ class _Row:
     inputs: ModelInputs  # (1, L)
     action_mask: Tensor  # (1, L) bool
 
+    def columns(self) -> Tensor:
+        """Return all tensors without images as one, (N, L) int32, that ranks send each other."""
+        return torch.cat([*self.inputs.tensors().values(), self.action_mask]).int()
 
-_IDLE = _Row(ModelInputs.of_ids([[0, 0]], 0), torch.zeros(1, 2, dtype=torch.bool))
+    @classmethod
+    def of_columns(cls, columns: Tensor, media: Media) -> "_Row":
+        """Return the row of ``columns``, with its images."""
+        *inputs, action_mask = columns[:, None]  # (1, L) each
+        tensors = {
+            name: tensor.to(example.dtype)
+            for tensor, (name, example) in zip(inputs, _IDLE.inputs.tensors().items(), strict=True)
+        }
+        return cls(ModelInputs(**tensors).with_media([media]), action_mask.bool())
+
+
+_IDLE = _Row(ModelInputs.of([TokenIds([0, 0])], 0), torch.zeros(1, 2, dtype=torch.bool))
 """Row of a rank that has fewer forwards than others."""
 
 

@@ -39,6 +39,21 @@ class Rollout(Sequence[Sample]):
             self._samples = self._take_scored()
             self._take_scored = None
 
+    def map(self, function: Callable[[Sample], Sample]) -> "Rollout":
+        """Return the rollout of ``function(sample)`` for each sample, called when the scores are there.
+
+        In a list in its place, samples count as another engine's: log-probs are recomputed, ``metrics`` are lost.
+
+        >>> rollout.map(lambda sample: sample.with_scores({"length": sample.n_actions}))[0].scores
+        {'length': 2}
+        """
+        return Rollout(
+            self.unscored,
+            self.metrics,
+            take_scored=lambda: [function(sample) for sample in self],
+            failed=self.failed,
+        )
+
     def __len__(self) -> int:
         return len(self._samples)
 

@@ -70,7 +70,7 @@ def read_parts(rows: list[Row]) -> list[Sample]:
 
 
 def segment_of(row: Row) -> Row:
-    """The segment in a row of today's format, which has neither versions nor rewards by action."""
+    """The segment in a row that is one, which has neither versions nor rewards by action."""
     mask = "".join(str(int(flag)) for flag in row["action_mask"])
     known = {
         "ids": row["token_ids"],
@@ -81,8 +81,38 @@ def segment_of(row: Row) -> Row:
     return known | dict.fromkeys(UNKNOWN)
 
 
+def is_row_a_sample(rows: list[Row]) -> bool:
+    """A row is a whole sample, with its segments."""
+    return all("segments" in row for row in rows)
+
+
+def read_samples(rows: list[Row]) -> list[Sample]:
+    """Take the samples as they are."""
+    samples: list[Sample] = []
+    for row in rows:
+        whole = {name: row[name] for name in WHOLE}
+        texts = {name: json.loads(row[name]) for name in TEXTS}
+        segments = [whole_segment(segment) for segment in row["segments"]]
+        samples.append(whole | texts | {"segments": segments})
+    return samples
+
+
+def whole_segment(segment: Row) -> Row:
+    """Give a dumped segment the names of the normal form."""
+    pairs = zip(segment["token_rewards"], segment["action_mask"], strict=True)
+    return {
+        "ids": segment["token_ids"],
+        "mask": "".join(str(int(flag)) for flag in segment["action_mask"]),
+        "log_probs": segment["log_probs"],
+        "finish": segment["finish_reason"],
+        "versions": segment["versions"],
+        "rewards": [reward for reward, is_action in pairs if is_action],
+    }
+
+
 FORMATS: tuple[tuple[Callable[[list[Row]], bool], Callable[[list[Row]], list[Sample]]], ...] = (
     (is_row_a_part, read_parts),
+    (is_row_a_sample, read_samples),
 )
 """Which rows a reader reads, and the reader. A new format is a new pair."""
 

@@ -50,6 +50,12 @@ RENAMES: tuple[Rename, ...] = (
     Rename("metric", new="eval/words.jsonl/reward_ci95", reason=_INTERVAL),
     Rename("log", new="reward_ci95 N", reason=_INTERVAL, cases=("evaluate",)),
     Rename("log", new="pass@N_ci95 N", reason=_INTERVAL, cases=("evaluate",)),
+    Rename(
+        "metric",
+        old="groups_without_signal",
+        reason="a group of one sample is not counted, in however many segments it comes",
+        cases=("branches",),
+    ),
     Rename("file", new="model/README.md", reason=_CARD, cases=_WITH_WEIGHTS),
     Rename("file", new="model_critic/README.md", reason=_CARD),
     Rename("file", new="exported/README.md", reason=_CARD),

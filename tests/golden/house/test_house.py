@@ -337,6 +337,30 @@ def test_rows_of_one_episode_are_one_sample(tmp_path: Path) -> None:
     assert samples[0]["segments"][0]["mask"] == "0101"
 
 
+def test_a_row_with_segments_is_one_sample_in_the_same_form(tmp_path: Path) -> None:
+    lists = [([1, 2, 3, 4], [False, True, False, True]), ([5, 6], [False, True])]
+    segments = []
+    for ids, mask in lists:
+        tokens = {"token_ids": ids, "action_mask": mask, "log_probs": [0.0] * len(ids)}
+        numbers = {"versions": [3] * len(ids), "token_rewards": [0.5] * len(ids)}
+        segments.append(tokens | numbers | {"finish_reason": "stop"})
+    whole = {name: value for name, value in part([], []).items() if name not in segments[0]}
+    row = whole | {"segments": segments}
+    parts = [part(ids, mask) for ids, mask in lists]
+
+    file = tmp_path / "train-rank00000-00000.jsonl"
+    file.write_text("".join(json.dumps(part) + "\n" for part in parts))
+    (old,) = read_rollouts(tmp_path)
+    file.write_text(json.dumps(row) + "\n")
+    (new,) = read_rollouts(tmp_path)
+
+    for segment in new["segments"]:
+        assert segment.pop("versions") == [3] * len(segment["ids"])
+        assert segment.pop("rewards") == [0.5] * segment["mask"].count("1")
+        segment |= {"versions": None, "rewards": None}
+    assert new == old
+
+
 OUTPUT = """\
 [2026-11-28 09:22:09,694] [WARNING] [real_accelerator.py:213:get_accelerator] Setting accelerator to CPU
 Loading:  50%|#####     | 1/2 [00:00<00:00, 12.0it/s]\rLoading: 100%|##########| 2/2 [00:00<00:00, 24.0it/s]
