@@ -66,12 +66,14 @@ class ModelInputs:
     def join(cls, batches: Sequence[ModelInputs]) -> ModelInputs:
         """Join batches, padded to the longest with id 0."""
         width = max(batch.sequences.shape[1] for batch in batches)
-        widened = [batch.widened(width).tensors() for batch in batches]
-        joined = {name: torch.cat([tensors[name] for tensors in widened]) for name in widened[0]}
-
+        parts: dict[str, list[Tensor]] = {name: [] for name in batches[0].tensors()}
         media: list[Media] = []
         for batch in batches:
             media += batch.media or [()] * len(batch)
+            for name, tensor in batch.widened(width).tensors().items():
+                parts[name].append(tensor)
+
+        joined = {name: torch.cat(tensors) for name, tensors in parts.items()}
         return cls(media=(), **joined).with_media(media)
 
     def __len__(self) -> int:

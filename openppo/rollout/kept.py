@@ -68,15 +68,16 @@ def without_old(sample: Sample, oldest: int) -> Sample:
 
 
 def _sample_as_json(sample: Sample) -> dict[str, Any]:
-    segments = [
-        {name: vars(segment)[name] for name in _PLAIN_OF_SEGMENT}
-        | {"finish_reason": segment.finish_reason.value}
-        for segment in sample.segments
-    ]
+    plain = {name: vars(sample)[name] for name in _PLAIN}
+    segments = [_segment_as_json(segment) for segment in sample.segments]
     episode = sample.episode
     saved_episode = None if episode is None else {**vars(episode), "ending": episode.ending.value}
-    plain = {name: vars(sample)[name] for name in _PLAIN}
     return plain | {"segments": segments, "episode": saved_episode}
+
+
+def _segment_as_json(segment: Segment) -> dict[str, Any]:
+    plain = {name: vars(segment)[name] for name in _PLAIN_OF_SEGMENT}
+    return plain | {"finish_reason": segment.finish_reason.value}
 
 
 def _sample(saved: Mapping[str, Any], prompt: Prompt, greedy: Sample | None) -> Sample:

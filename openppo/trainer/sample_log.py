@@ -64,7 +64,9 @@ class StepDiagnostics:
 
         samples = [each.sample for each in trained]
         chosen = [trained[i] for i in choose(samples)] if self.comm.rank == 0 else []
-        rows = [sample_row(each.sample, self.tokenizer, self.weights, each.rows) for each in chosen]
+        rows = [
+            sample_row(each.sample, self.tokenizer, self.weights, rows=each.rows) for each in chosen
+        ]
         failed = self.trained_on.failed if isinstance(self.trained_on, Rollout) else []
         tokens: list[Row] = []
         if self._shows_tokens(step):

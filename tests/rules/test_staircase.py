@@ -12,6 +12,7 @@ LEVEL_0 = {
     "endings",
     "media",
     "model_inputs",
+    "sample",
     "user_code",
     "lazy",
     "overrides",
@@ -23,7 +24,8 @@ LEVEL_0 = {
 STAIRCASE: dict[str, set[str]] = {
     **{name: set() for name in LEVEL_0},
     "model_inputs": {"media"},
-    "types": {"endings", "media", "model_inputs", "stopping"},
+    "sample": {"endings", "media"},
+    "types": {"endings", "media", "model_inputs", "sample", "stopping"},
     **dict.fromkeys(("tracking", "models", "strategy", "datasets"), LEVEL_0),
     "rollout": LEVEL_0 | {"models", "tracking"},
     "rewards": LEVEL_0 | {"models", "tracking", "datasets", "strategy"},
