@@ -27,7 +27,7 @@ from openppo.agents.sampler import AgentSampler
 from openppo.config.agents import AgentConfig
 from openppo.experience import ReplayBuffer
 from openppo.experience.replay_buffer import collate
-from openppo.media import TokenIds
+from openppo.media import TokenIds, Tokens
 from openppo.models import Actor
 from openppo.models.attention import use_fast_attention
 from openppo.models.prefixes import share_where_exact
@@ -39,10 +39,11 @@ from openppo.tracking import Metrics
 from openppo.types import (
     Completion,
     Prompt,
+    Sample,
     SamplingParams,
     SingleProcess,
     StopCheck,
-    Trajectory,
+    segments_of,
 )
 
 TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -81,22 +82,23 @@ class Timed:
 
 def timed(engine: Any) -> Timed:
     """Time the steps of an engine from now on."""
-    found, step, submit = Timed(), engine.step, engine.submit
+    times = Timed()
+    step = engine.step
+    submit = engine.submit
 
     def timed_step() -> None:
         began = time.perf_counter()
         step()
-        found.seconds += time.perf_counter() - began
-        found.steps += 1
+        times.seconds += time.perf_counter() - began
+        times.steps += 1
 
-    def recorded(
-        prompt_ids: Sequence[int], *arguments: Any, continue_from: int | None, **options: Any
-    ) -> int:
-        found.journal.append((list(prompt_ids), continue_from))
-        return submit(prompt_ids, *arguments, continue_from=continue_from, **options)
+    def recorded(prompt: Tokens, *arguments: Any, continue_from: int | None, **options: Any) -> int:
+        times.journal.append((list(prompt.token_ids), continue_from))
+        return submit(prompt, *arguments, continue_from=continue_from, **options)
 
-    engine.step, engine.submit = timed_step, recorded
-    return found
+    engine.step = timed_step
+    engine.submit = recorded
+    return times
 
 
 def agent(turns: int, branches: bool = False) -> Callable[..., Any]:
@@ -146,7 +148,7 @@ def read(
     """Seconds until the first token of each prompt is sampled."""
     one, began = SamplingParams(1), time.perf_counter()
     numbers = [
-        engine.submit(TokenIds(ids), one, i, False, handle)
+        engine.submit(TokenIds(ids), one, i, park=False, continue_from=handle)
         for i, (ids, handle) in enumerate(prompts)
     ]
     done: dict[int, Completion] = {}
@@ -156,20 +158,24 @@ def read(
     return time.perf_counter() - began, [done[number] for number in numbers]
 
 
-def train(model: LlamaForCausalLM, trajectories: Sequence[Trajectory], rounds: int) -> list[str]:
+def train(model: LlamaForCausalLM, samples: Sequence[Sample], rounds: int) -> list[str]:
     """Rows of a table: passes over micro-batches of eight segments, in separate rows and with beginnings shared."""
     use_fast_attention(model)
-    actor, seconds, tokens, gradients = Actor(model), [], [], []
+    actor = Actor(model)
+    seconds: list[tuple[float, int]] = []
+    tokens: list[int] = []
+    gradients: list[torch.Tensor] = []
     share_where_exact(actor, actor, torch.device("cpu"), "actor")
     assert actor.shares_prompts
     model.get_input_embeddings().register_forward_hook(
-        lambda _, given, __: tokens.append(given[0].numel())
+        lambda _, inputs, __: tokens.append(inputs[0].numel())
     )
+    n_segments = len(segments_of(samples))
     passes = []
     for shares in (False, True):
         buffer = ReplayBuffer(shares_prompts=shares)
-        buffer.append(collate(trajectories, 0))
-        [step] = buffer.mini_batches(len(trajectories), 8, epochs=1, seed=1)
+        buffer.append(collate(samples, 0))
+        [step] = buffer.mini_batches(n_segments, 8, epochs=1, seed=1)
         passes.append((shares, step.micro_batches))
     for _ in range(rounds + 1):
         for shares, micros in passes:
@@ -189,7 +195,7 @@ def train(model: LlamaForCausalLM, trajectories: Sequence[Trajectory], rounds: i
     return [
         "| segments | separate rows: tokens | s | shared: tokens | s | times faster | gradients differ by |",
         "| --- " * 7 + "|",
-        f"| {len(trajectories)} | {n_apart} | {apart:.2f} | {n_together} | {together:.2f} | {apart / together:.1f} "
+        f"| {n_segments} | {n_apart} | {apart:.2f} | {n_together} | {together:.2f} | {apart / together:.1f} "
         f"| {gap:.0e} |",
     ]
 
@@ -245,12 +251,13 @@ def main() -> None:
     prompts = [
         Prompt((f"{i:03d} solve the task " * TASK)[:TASK], [5], row={"number": i}) for i in range(8)
     ]
-    trajectories = branching.sample(
-        SampleRequest(prompts, SamplingParams(SAMPLED), 4, 1, 0, Metrics())
+    request = SampleRequest(
+        prompts, SamplingParams(SAMPLED), 4, seed=1, first_group=0, metrics=Metrics()
     )
+    samples = branching.sample(request)
     branching.close()
     print("\nTraining on 8 groups of 4 sessions, of which each tries its last turn twice:\n")
-    print("\n".join(train(model.train(), trajectories, arguments.rounds)))
+    print("\n".join(train(model.train(), samples, arguments.rounds)))
 
 
 if __name__ == "__main__":

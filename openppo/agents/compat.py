@@ -101,18 +101,20 @@ class MultiRoundBufferDataset(BufferDataset):
     ) -> Sample | None:
         """Remove and return an ended episode with its score; None without a score or a turn."""
         rounds = self._rounds.pop(request_id, [])
-        turns = [turn for request, turn in rounds if request.received and turn.action_ids]
-        turns = turns[:total_round_count]
-        if score is None or not turns:
+        received = [
+            (request, turn) for request, turn in rounds if request.received and turn.n_actions > 0
+        ]
+        received = received[:total_round_count]
+        if score is None or not received:
             return None
 
-        first, _ = rounds[0]
+        first, _ = received[0]
         return Sample(
             prompt=first.prompt,
             group=first.group,
-            segments=turns,
+            segments=[turn for _, turn in received],
             scores={"score": score},
-            episode=Episode([], Ending.COMPLETED, n_turns=len(turns)),
+            episode=Episode([], Ending.COMPLETED, n_turns=len(received)),
         )
 
 

@@ -15,7 +15,7 @@ from openppo.agents import Agent, Session, Task
 from openppo.agents.gateway.server import Gateway
 from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
-from openppo.types import Prompt, SamplingParams
+from openppo.types import Prompt, Sample, SamplingParams, segments_of
 
 PROGRAMS = Path(__file__).parent / "programs"
 QUICK_STARTS = """
@@ -130,19 +130,19 @@ def table(agent: ClientAgent) -> tuple[str, dict[str, float]]:
     }
 
 
-def play(make_sampler: Any, agent: ClientAgent, lines: str, times: int = 1) -> list[Any]:
-    """Trajectories of programs, each of whose turns is in the engine's own journal."""
+def play(make_sampler: Any, agent: ClientAgent, lines: str, times: int = 1) -> list[Sample]:
+    """Samples of programs, each of whose turns is in the engine's own journal."""
     sampler = make_sampler(agent, policy, longest=200_000, agent_timeout=3600.0)
-    given = prompts(lines, times)
-    sampled = sampler.sample(SampleRequest(given, SamplingParams(1000), 1, 1, 0, Metrics()))
-    assert len(agent.ended) == len(given), "each episode ended as completed"
+    tasks = prompts(lines, times)
+    sampled = sampler.sample(
+        SampleRequest(tasks, SamplingParams(1000), 1, seed=1, first_group=0, metrics=Metrics())
+    )
+    assert len(agent.ended) == len(tasks), "each episode ended as completed"
     turns = [turn for _, session, _ in agent.ended for turn in session.turns]
     journal = sampler.parts.engine.journal
     assert sorted((turn.prompt_ids, turn.completion.token_ids) for turn in turns) == sorted(journal)
     assert all(turn.trained for turn in turns)
-    assert sum(sum(trajectory.action_mask) for trajectory in sampled) == sum(
-        len(ids) for _, ids in journal
-    )
+    assert sum(sample.n_actions for sample in sampled) == sum(len(ids) for _, ids in journal)
     return sampled
 
 
@@ -167,7 +167,8 @@ def check_tools(make_sampler: Any, client_python: str, capsys: Any, times: int) 
             ]
             assert any(differ), "rendering anew would have tokenized other text"
     linear = [len(session.turns) for row, session, _ in agent.ended if row["client"] in LINEAR]
-    assert len(sampled) == len(linear) + sum(
+    assert len(sampled) == len(agent.ended)
+    assert len(segments_of(sampled)) == len(linear) + sum(
         1 + session.counts["rerendered_turns"]
         for row, session, _ in agent.ended
         if row["client"] not in LINEAR

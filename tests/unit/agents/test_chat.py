@@ -22,7 +22,7 @@ from openppo.agents.text_stream import TextStream
 from openppo.config import ChatConfig, GenerateConfig, RowsConfig, from_options
 from openppo.datasets.prompts import render_prompt
 from openppo.rewards.response_text import response_text
-from openppo.rollout.engine_sampler import sample_trajectories
+from openppo.rollout.engine_sampler import sample_responses
 from openppo.rollout.policy import FrozenPolicy
 from openppo.rollout.sampling import decoder, sampling_params
 from openppo.strategy.weights import WholeWeights
@@ -80,7 +80,7 @@ def test_the_first_answer_is_the_response_of_generate(folder, temperature, has_t
     )
     conversation = Conversation(policy, params, seed=3)
     with policy.engine.with_weights(WholeWeights(policy.actor.model)):
-        (expected,) = sample_trajectories(policy.engine, [prompt], params, n_samples=1, seed=3)
+        (expected,) = sample_responses(policy.engine, [prompt], params, n_samples=1, seed=3)
         pieces = list(conversation.ask("Hello there"))
     assert "".join(pieces) == response_text(expected, policy.tokenizer)
     assert len(pieces) > 3, "they come token by token"

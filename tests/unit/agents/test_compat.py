@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections import Counter
 
 import pytest
 from torch.utils.data import DataLoader
@@ -14,12 +15,12 @@ from openppo.agents.compat import (
 )
 from openppo.agents.program import ProgramAgent
 from openppo.config.agents import AgentConfig
-from openppo.types import SamplingParams
+from openppo.types import SamplingParams, segments_of
 from tests.unit.agents.conftest import ScriptedEngine
 from tests.unit.agents.test_program import CLIENT
 from tests.unit.trainer.conftest import prompts, trainer_of
 
-BATCH = 8
+BATCH = 4
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def parquet(tmp_path):
 
 
 def drive(server, dataset, engine, batch_size):
-    """Answer prompts until enough turns have a score."""
+    """Answer prompts until enough episodes have a score."""
     waiting = BufferDataset(buffer=server.prompt_queue)
     while dataset.buffer.qsize() < batch_size:
         requests = waiting.take(4, timeout=0.2)
@@ -57,10 +58,13 @@ def test_a_loop_of_ones_own_generates_and_takes_ppo_steps(chat_tokenizer, parque
     )
     enqueue = threading.Thread(target=server.enqueue_task, args=(parquet, 4))
     enqueue.start()
-    sizes = {"train_batch_size": BATCH, "rollout_batch_size": BATCH}
+    n_turns = 2 * BATCH
+    sizes = {"train_batch_size": n_turns, "rollout_batch_size": n_turns}
     trainer = trainer_of(None, prompts("a", "b"), normalize_advantages="off", **sizes)
     trainer.components.actor.rate = 0.1
-    level, turns, barrier = trainer.components.actor.module.level, [], threading.Barrier(2)
+    level = trainer.components.actor.module.level
+    samples = []
+    barrier = threading.Barrier(2)
 
     def fetch():
         for _ in range(3):
@@ -74,29 +78,33 @@ def test_a_loop_of_ones_own_generates_and_takes_ppo_steps(chat_tokenizer, parque
     for step in range(3):
         barrier.wait()
         batch = next(iter(DataLoader(dataset, batch_size=BATCH, collate_fn=list)))
-        for turn in batch:
-            prompt = turn.prompt.token_ids
+        for sample in batch:
+            assert sample.scores == {"score": sample.prompt.row["n"] + 1.0}
+            assert len(sample.segments) == sample.episode.n_turns == 2
+            assert sample.prompt.token_ids == sample.segments[0].prompt_ids
+        for turn in segments_of(batch):
+            prompt = turn.prompt_ids
             assert turn.token_ids[: len(prompt)] == prompt
             assert (prompt, turn.token_ids[len(prompt) :]) in engine.journal
-            assert turn.scores == {"score": turn.prompt.row["n"] + 1.0}
             assert max(turn.versions) <= step
         before = level.item()
         trainer.train_on(batch)
         assert level.item() != before
-        turns += batch
+        samples += batch
         barrier.wait()
     fetching.join()
-    drive(server, dataset, engine, 48 - len(turns))
+    drive(server, dataset, engine, 24 - len(samples))
     enqueue.join()
-    turns += dataset.take(48)
-    assert len(turns) == 48, "two turns in each of four samples of six rows"
-    assert sum(turn.fraction for turn in turns) == pytest.approx(24)
-    assert {len([turn for turn in turns if turn.group == group]) for group in range(6)} == {8}
+    samples += dataset.take(24)
+    assert len(samples) == 24, "four samples of six rows"
+    assert len(segments_of(samples)) == 48, "two turns in each"
+    assert [sum(sample.fractions) for sample in samples] == pytest.approx([1.0] * 24)
+    assert Counter(sample.group for sample in samples) == dict.fromkeys(range(6), 4)
     server.close()
     thread.join()
 
 
-def test_an_episode_that_fails_leaves_no_turns(chat_tokenizer, parquet):
+def test_an_episode_that_fails_leaves_no_sample(chat_tokenizer, parquet):
     async def solve(task, session):
         seeds.add(task.env_seed)
         await session.chat(task.messages)
@@ -123,6 +131,8 @@ def test_an_episode_that_fails_leaves_no_turns(chat_tokenizer, parquet):
             engine.generate([r.prompt for r in requests], SamplingParams(8), [0] * 6),
         )
     assert sorted(notified) == [(str(i), None if i % 2 else 1.0, 1) for i in range(6)]
-    assert sorted(turn.prompt.row["n"] for turn in dataset.take(6)) == [0, 2, 4]
+    samples = dataset.take(6)
+    assert sorted(sample.prompt.row["n"] for sample in samples) == [0, 2, 4]
+    assert len(segments_of(samples)) == 3
     assert len(seeds) == 6
     server.close()

@@ -14,7 +14,14 @@ from openppo.rollout import driver
 from openppo.rollout.driver import EngineDriver
 from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
-from openppo.types import FinishReason, Interrupted, Prompt, SamplingParams, StopCheck
+from openppo.types import (
+    FinishReason,
+    Interrupted,
+    Prompt,
+    SamplingParams,
+    StopCheck,
+    segments_of,
+)
 from tests.unit.agents.conftest import ScriptedEngine
 
 PARAMS = SamplingParams(64)
@@ -340,7 +347,8 @@ def test_no_time_limit_counts_the_time_in_which_nobody_drives(make_sampler):
         asyncio.wait_for(asyncio.wrap_future(played, loop=sampler.driver.loop), 10),
         leave="continue",
     )
-    assert played.result()[0].scores == {"reward": 3.0}
+    sample = played.result()
+    assert len(sample.segments) == 1 and sample.scores == {"reward": 3.0}
     assert 1.0 <= sampler.driver.stood < 2.0
 
 
@@ -383,7 +391,8 @@ def test_an_agent_that_cancels_its_loop_fails_alone(make_sampler):
     sampled = sampler.sample(
         SampleRequest(prompts, PARAMS, 1, 1, 0, Metrics(), note_failed=failed.append)
     )
-    assert [trajectory.prompt.text for trajectory in sampled] == ["x", "y"]
+    assert [sample.prompt.text for sample in sampled] == ["x", "y"]
+    assert len(segments_of(sampled)) == 2
     assert [each.prompt.text for each in failed] == ["hostile"]
     assert (
         failed[0].episode.failure

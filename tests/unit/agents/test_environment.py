@@ -12,7 +12,7 @@ from openppo.config.agents import AgentConfig
 from openppo.rollout.sample_request import SampleRequest
 from openppo.rollout.seeds import sample_seed
 from openppo.tracking import Metrics
-from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, Trajectory
+from openppo.types import Ending, Prompt, Sample, SamplingParams, SingleProcess
 
 
 class Count:
@@ -71,67 +71,69 @@ def sampler_of(make_sampler: Any, make: Any, script: Any, **options: Any) -> Age
 
 
 def play(
-    sampler: AgentSampler, n_seeds: int = 1, n: int = 1, **more: Any
-) -> tuple[list[Trajectory], dict[str, float]]:
+    sampler: AgentSampler, n_seeds: int = 1, n: int = 1, **options: Any
+) -> tuple[list[Sample], dict[str, float]]:
     metrics = Metrics()
-    prompts = [Prompt("", [], row=more.pop("row", {}), index=i) for i in range(n_seeds)]
+    prompts = [Prompt("", [], row=options.pop("row", {}), index=i) for i in range(n_seeds)]
     sampled = sampler.sample(
         SampleRequest(
             prompts,
             SamplingParams(64),
             n,
-            more.pop("seed", 7),
-            more.pop("first", 0),
-            metrics,
-            **more,
+            seed=options.pop("seed", 7),
+            first_group=options.pop("first", 0),
+            metrics=metrics,
+            **options,
         )
     )
+    assert all(len(sample.segments) == 1 for sample in sampled)
     return sampled, metrics.reduced(SingleProcess())
 
 
-def turn_rewards(trajectory: Trajectory) -> list[float]:
+def turn_rewards(sample: Sample) -> list[float]:
     """Of each turn, that of the whole on the last action."""
-    rewards = list(trajectory.token_rewards or [0.0] * len(trajectory.token_ids))
-    rewards[trajectory.spans[-1][1] - 1] += trajectory.total_score({})
+    segment = sample.last
+    rewards = list(segment.token_rewards or [0.0] * len(segment.token_ids))
+    rewards[segment.spans[-1][1] - 1] += sample.total_score({})
     assert all(
         reward == 0
         for t, reward in enumerate(rewards)
-        if t + 1 not in {stop for _, stop in trajectory.spans}
+        if t + 1 not in {stop for _, stop in segment.spans}
     )
-    return [rewards[stop - 1] for _, stop in trajectory.spans]
+    return [rewards[stop - 1] for _, stop in segment.spans]
 
 
 @pytest.mark.parametrize("kind", [Count, Patient])
 def test_rewards_of_steps_lie_on_the_last_action_of_their_turn(make_sampler, kind):
     said = iter("123")
-    [trajectory], metrics = play(sampler_of(make_sampler, kind, lambda prompt: next(said)))
-    assert turn_rewards(trajectory) == [1, 2, 3]
-    assert trajectory.episode.ending is Ending.COMPLETED and metrics["agent/bridged_turns"] == 2
-    assert [message["content"] for message in trajectory.episode.messages] == [
+    [sample], metrics = play(sampler_of(make_sampler, kind, lambda prompt: next(said)))
+    assert turn_rewards(sample) == [1, 2, 3]
+    assert sample.episode.ending is Ending.COMPLETED and metrics["agent/bridged_turns"] == 2
+    assert [message["content"] for message in sample.episode.messages] == [
         *("say 3", "1", "you said 1", "2", "you said 2", "3")
     ]
-    assert trajectory.episode.output == "you said 3"
+    assert sample.episode.output == "you said 3"
     assert [environment.closed for environment in Count.made] == [1]
 
 
 def test_a_reward_at_the_end_alone_is_that_of_the_whole(make_sampler):
     said = iter("003")
-    [trajectory], _ = play(sampler_of(make_sampler, Count, lambda prompt: next(said)))
-    assert trajectory.scores == {"reward": 3} and trajectory.token_rewards is None
+    [sample], _ = play(sampler_of(make_sampler, Count, lambda prompt: next(said)))
+    assert sample.scores == {"reward": 3} and sample.last.token_rewards is None
 
 
 def test_an_episode_without_reward_has_reward_zero(make_sampler):
-    [trajectory], metrics = play(sampler_of(make_sampler, Count, lambda prompt: "0"))
-    assert trajectory.scores == {"reward": 0} and metrics["agent/completed"] == 1
+    [sample], metrics = play(sampler_of(make_sampler, Count, lambda prompt: "0"))
+    assert sample.scores == {"reward": 0} and metrics["agent/completed"] == 1
 
 
 def test_an_unreadable_action_costs_the_penalty_and_is_no_step(make_sampler):
     said = iter(["1", "one", "1", "1"])
     sampler = sampler_of(make_sampler, Parsed, lambda prompt: next(said), format_penalty=0.25)
-    [trajectory], metrics = play(sampler)
-    assert turn_rewards(trajectory) == [1, -0.25, 1, 1]
+    [sample], metrics = play(sampler)
+    assert turn_rewards(sample) == [1, -0.25, 1, 1]
     assert Count.made[0].seen == [1, 1, 1] and metrics["agent/unreadable_actions"] == 1
-    assert trajectory.episode.messages[4] == {"role": "user", "content": UNREADABLE}
+    assert sample.episode.messages[4] == {"role": "user", "content": UNREADABLE}
 
 
 def test_without_a_parser_the_whole_text_is_the_action(make_sampler):
@@ -144,9 +146,9 @@ def test_an_environment_that_truncates_ends_the_episode_so(make_sampler):
         def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
             return "over", 2.0, False, True, {}
 
-    [trajectory], metrics = play(sampler_of(make_sampler, Short, lambda prompt: "go"))
-    assert trajectory.episode.ending is Ending.ENV_TRUNCATED and metrics["agent/env_truncated"] == 1
-    assert turn_rewards(trajectory) == [2] and trajectory.episode.ending.is_trained
+    [sample], metrics = play(sampler_of(make_sampler, Short, lambda prompt: "go"))
+    assert sample.episode.ending is Ending.ENV_TRUNCATED and metrics["agent/env_truncated"] == 1
+    assert turn_rewards(sample) == [2] and sample.episode.ending.is_trained
 
 
 def test_observations_may_be_chat_messages(make_sampler):
@@ -158,8 +160,8 @@ def test_observations_may_be_chat_messages(make_sampler):
         def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
             return [{"role": "user", "content": "on"}], *super().step(action)[1:]
 
-    [trajectory], _ = play(sampler_of(make_sampler, Chatty, lambda prompt: "1"))
-    assert [message["role"] for message in trajectory.episode.messages[:4]] == [
+    [sample], _ = play(sampler_of(make_sampler, Chatty, lambda prompt: "1"))
+    assert [message["role"] for message in sample.episode.messages[:4]] == [
         "system",
         "user",
         "assistant",

@@ -18,7 +18,7 @@ from openppo.config.agents import AgentConfig
 from openppo.process_groups import process_groups
 from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
-from openppo.types import Ending, Prompt, SamplingParams, SingleProcess
+from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, segments_of
 from tests.unit.agents.conftest import ScriptedEngine
 
 CLIENT = """
@@ -233,9 +233,10 @@ def test_every_episode_ends_once_whatever_its_agent_does(
     assert {record.session.rewards["reward"] for record in twice} == {0.75}
 
     n_failed = sum(kind in FAILS for kind in kinds)
-    assert len(sampled) == n - n_failed
-    assert {trajectory.group for trajectory in sampled} == set(range(len(prompts)))
-    assert {len(trajectory.spans) for trajectory in sampled} == {2}, "both turns are trained on"
+    assert len(sampled) == len(segments_of(sampled)) == n - n_failed
+    assert {sample.group for sample in sampled} == set(range(len(prompts)))
+    spans = {len(segment.spans) for segment in segments_of(sampled)}
+    assert spans == {2}, "both turns are trained on"
 
     assert (
         kinds.count("killed")

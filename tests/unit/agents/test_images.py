@@ -121,15 +121,15 @@ def played(
     reads: bool = True,
     **options: Any,
 ) -> Any:
-    """Trajectories of one episode, and the engine."""
+    """The sample of one episode, and the engine."""
     engine = SeeingEngine(vision.tokenizer, script)
     sampler = sampler_of(vision if reads else None, agent, engine, vision.tokenizer, **options)
     prompt = prompt or Prompt("task", [5, 6], messages=[{"role": "user", "content": "task"}])
-    made = sampler.sample(
+    (sample,) = sampler.sample(
         SampleRequest([prompt], SamplingParams(400), 1, 1, 0, Metrics(), evaluation=True)
     )
     sampler.close()
-    return made, engine
+    return sample, engine
 
 
 def test_each_turn_reads_all_images_so_far(vision):
@@ -139,16 +139,17 @@ def test_each_turn_reads_all_images_so_far(vision):
         assert second.parent is first, "its tokens continue those that were recorded"
         return 1.0
 
-    (trajectory,), engine = played(vision, solve)
-    assert trajectory.episode.ending is Ending.COMPLETED, trajectory.episode.error
+    sample, engine = played(vision, solve)
+    assert sample.episode.ending is Ending.COMPLETED, sample.episode.error
+    (segment,) = sample.segments
     red, blue = (vision.item(image) for image in (RED, BLUE))
     assert [[item.key for item in seen] for seen in engine.seen] == [[red.key], [red.key, blue.key]]
-    assert [item.key for item in trajectory.prompt.media] == [red.key, blue.key]
-    assert trajectory.token_ids.count(red.token_id) == 8
+    assert [item.key for item in segment.media] == [red.key, blue.key]
+    assert segment.token_ids.count(red.token_id) == 8
     around = "[<image>]" if "[<image>]" in vision.tokenizer.chat_template else "<image>"
     whole = f"<|im_start|>user\nsee{around}<|im_end|>\n<|im_start|>assistant\nok<|im_end|>\n"
     whole += f"<|im_start|>user\nand this{around}<|im_end|>\n<|im_start|>assistant\nok<|im_end|>"
-    assert trajectory.token_ids == vision.encode(whole, [red, blue])
+    assert segment.token_ids == vision.encode(whole, [red, blue])
 
 
 @pytest.mark.parametrize("history", ["verbatim", "template"])
@@ -162,17 +163,21 @@ def test_only_a_conversation_with_the_same_image_is_continued(vision, history):
             parents.append((await session.chat(again)).parent)
         return 1.0
 
-    made, _ = played(vision, solve, history=history)
-    assert made[0].episode.ending is Ending.COMPLETED, made[0].episode.error
+    sample, _ = played(vision, solve, history=history)
+    assert sample.episode.ending is Ending.COMPLETED, sample.episode.error
     assert [parent is not None for parent in parents] == [True, False]
-    assert len(made) == 2
+    assert len(sample.segments) == 2
 
 
 def test_an_image_is_processed_once_in_an_episode(vision, monkeypatch):
-    made, process = [], Vision.item
-    monkeypatch.setattr(
-        Vision, "item", lambda self, value, *more: made.append(value) or process(self, value, *more)
-    )
+    process = Vision.item
+    processed = []
+
+    def item(self, value, *options):
+        processed.append(value)
+        return process(self, value, *options)
+
+    monkeypatch.setattr(Vision, "item", item)
 
     async def solve(task: Task, session: Session) -> float:
         turn = await session.chat(sends(url_of(RED)))
@@ -182,8 +187,9 @@ def test_an_image_is_processed_once_in_an_episode(vision, monkeypatch):
             )
         return 1.0
 
-    (trajectory,), engine = played(vision, solve)
-    assert len(engine.seen) == 4 and len(trajectory.spans) == 4 and len(made) == 1
+    sample, engine = played(vision, solve)
+    (segment,) = sample.segments
+    assert len(engine.seen) == 4 and len(segment.spans) == 4 and len(processed) == 1
 
 
 def test_images_of_the_row_are_handed_on(vision):
@@ -200,20 +206,22 @@ def test_images_of_the_row_are_handed_on(vision):
         await session.chat(task.messages)
         return 1.0
 
-    (trajectory,), engine = played(vision, solve, prompt=prompt)
+    sample, engine = played(vision, solve, prompt=prompt)
+    assert len(sample.segments) == 1
     assert engine.seen == [(item,)]
-    assert trajectory.episode.messages[0] == messages[0]
+    assert sample.episode.messages[0] == messages[0]
 
 
 def test_a_tool_may_return_images(vision):
     tool = Plain("look", (ToolResponse(text="here", image=[RED, np.asarray(BLUE)]), 0.5))
     agent = ToolAgent([tool], AgentConfig(tools="tools.py"))
-    (trajectory,), engine = played(vision, agent, then(calls(("look", {})), "red and blue"))
-    assert trajectory.episode.ending is Ending.COMPLETED, trajectory.episode.error
+    sample, engine = played(vision, agent, then(calls(("look", {})), "red and blue"))
+    (segment,) = sample.segments
+    assert sample.episode.ending is Ending.COMPLETED, sample.episode.error
     assert [len(seen) for seen in engine.seen] == [0, 2]
-    (result,) = (message for message in trajectory.episode.messages if message["role"] == "tool")
+    (result,) = (message for message in sample.episode.messages if message["role"] == "tool")
     assert [part["type"] for part in result["content"]] == ["image_url", "image_url", "text"]
-    assert trajectory.token_ids.count(vision.token_ids[0]) == 8
+    assert segment.token_ids.count(vision.token_ids[0]) == 8
 
 
 def test_what_is_sampled_after_images_is_what_training_computes(vision):
@@ -232,11 +240,11 @@ def test_what_is_sampled_after_images_is_what_training_computes(vision):
     sampler = sampler_of(vision, solve, engine, vision.tokenizer, check_rendering="off")
     prompt = Prompt("task", [5, 6], messages=[{"role": "user", "content": "task"}])
     with engine.with_weights(WholeWeights(model)):
-        made = sampler.sample(
+        samples = sampler.sample(
             SampleRequest([prompt], SamplingParams(6), 3, 1, 0, Metrics(), evaluation=True)
         )
     sampler.close()
-    rows = collate(made, 0)
+    rows = collate(samples, 0)
     shown = rows.inputs.media
     assert [len(of_row) for of_row in shown] == [2, 2, 2]
     for media, agrees in ((shown, True), ([of_row[::-1] for of_row in shown], False)):
@@ -245,20 +253,23 @@ def test_what_is_sampled_after_images_is_what_training_computes(vision):
                 input_ids=rows.sequences, **media_inputs(model, rows.inputs.with_media(media))
             ).logits[:, :-1]
         logits[..., vision.token_ids] = -torch.inf  # they are not sampled
-        found = logits.log_softmax(-1).gather(-1, rows.sequences[:, 1:, None])[..., 0]
+        computed = logits.log_softmax(-1).gather(-1, rows.sequences[:, 1:, None])[..., 0]
         mask = rows.action_mask[:, 1:]
-        assert torch.allclose(found[mask], rows.rollout_log_probs[:, 1:][mask], atol=1e-4) == agrees
+        assert (
+            torch.allclose(computed[mask], rows.rollout_log_probs[:, 1:][mask], atol=1e-4) == agrees
+        )
 
 
 @pytest.mark.parametrize("broken", ["gone.png", b"abc"])
 def test_the_model_reads_that_a_tools_image_is_broken(vision, broken):
     tool = Paying("look", ToolResponse(text="here", image=[broken]))
-    (trajectory,), _ = played(
+    sample, _ = played(
         vision, ToolAgent([tool], AgentConfig(tools="t.py")), then(calls(("look", {})), "end")
     )
-    assert trajectory.episode.ending is Ending.COMPLETED, trajectory.episode.error
+    assert len(sample.segments) == 1
+    assert sample.episode.ending is Ending.COMPLETED, sample.episode.error
     (result,) = (
-        message["content"] for message in trajectory.episode.messages if message["role"] == "tool"
+        message["content"] for message in sample.episode.messages if message["role"] == "tool"
     )
     assert result.startswith("Error: look: the image") and "cannot be read" in result
 
@@ -269,11 +280,11 @@ def test_texts_that_name_the_token_are_texts(vision):
         await session.chat([*turn.messages, {"role": "user", "content": "<image>?"}])
         return 1.0
 
-    made, engine = played(vision, solve, check_rendering="off")
-    assert made[0].episode.ending is Ending.COMPLETED, made[0].episode.error
+    sample, engine = played(vision, solve, check_rendering="off")
+    assert sample.episode.ending is Ending.COMPLETED, sample.episode.error
     assert [len(seen) for seen in engine.seen] == [1, 1]
-    assert len(made) == 1, "the second turn reads only what is new"
-    text = vision.tokenizer.decode(made[-1].token_ids)
+    assert len(sample.segments) == 1, "the second turn reads only what is new"
+    text = vision.tokenizer.decode(sample.last.token_ids)
     assert "an < image> tag" in text and "< image>?" in text
 
 
@@ -291,8 +302,9 @@ def test_palettes_are_part_of_an_image(vision):
         await session.chat([*turn.messages, *shows(seen[1])])
         return 1.0
 
-    (trajectory,), _ = played(vision, solve)
-    assert len({item.key for item in trajectory.prompt.media}) == 2
+    sample, _ = played(vision, solve)
+    (segment,) = sample.segments
+    assert len({item.key for item in segment.media}) == 2
 
 
 @pytest.mark.parametrize("vision", ["only parts"], indirect=True)
@@ -302,8 +314,9 @@ def test_a_template_of_parts_alone_writes_every_message(vision):
         await session.chat([*turn.messages, {"role": "user", "content": "and now"}])
         return 1.0
 
-    (trajectory,), _ = played(vision, solve)
-    text = vision.tokenizer.decode(trajectory.token_ids)
+    sample, _ = played(vision, solve)
+    (segment,) = sample.segments
+    text = vision.tokenizer.decode(segment.token_ids)
     assert all(said in text for said in ("be kind", "see", "ok", "and now"))
 
 
@@ -350,8 +363,8 @@ def test_a_program_sends_images_as_data_urls(vision):
         await gateway.stop()
         return 1.0
 
-    made, engine = played(vision, solve)
-    assert made[0].episode.ending is Ending.COMPLETED, made[0].episode.error
+    sample, engine = played(vision, solve)
+    assert sample.episode.ending is Ending.COMPLETED, sample.episode.error
     assert (
         seen["chat"]["choices"][0]["message"]["content"] == "ok"
         and seen["responses"]["status"] == "completed"
@@ -392,8 +405,9 @@ def test_addresses_are_fetched_where_that_is_allowed(vision, monkeypatch):
         await runner.cleanup()
         return 1.0
 
-    (trajectory,), engine = played(vision, solve, allow_image_urls=True)
-    assert trajectory.episode.ending is Ending.COMPLETED, trajectory.episode.error
+    sample, engine = played(vision, solve, allow_image_urls=True)
+    assert len(sample.segments) == 1
+    assert sample.episode.ending is Ending.COMPLETED, sample.episode.error
     assert [[item.key for item in of] for of in engine.seen] == [[vision.item(RED).key]]
 
 
@@ -441,23 +455,21 @@ def test_a_model_of_text_gets_no_images(vision):
         None, solve, SeeingEngine(vision.tokenizer, lambda _: "ok"), vision.tokenizer
     )
     prompt = Prompt("task", [5, 6], messages=[{"role": "user", "content": "task"}])
-    (trajectory,) = sampler.sample(
+    (sample,) = sampler.sample(
         SampleRequest([prompt], SamplingParams(9), 1, 1, 0, Metrics(), evaluation=True)
     )
     sampler.close()
-    assert "--pretrain reads none here" in trajectory.episode.error
+    assert len(sample.segments) == 1
+    assert "--pretrain reads none here" in sample.episode.error
 
 
 def test_a_model_of_text_reads_the_text_beside_a_tools_image(vision, caplog):
     agent = ToolAgent(
         [Plain("look", ToolResponse(text="here", image=[RED]))], AgentConfig(tools="tools.py")
     )
-    (trajectory,), _ = played(
-        vision, agent, then(calls(("look", {}), ("look", {})), "end"), reads=False
-    )
-    said = [
-        message["content"] for message in trajectory.episode.messages if message["role"] == "tool"
-    ]
+    sample, _ = played(vision, agent, then(calls(("look", {}), ("look", {})), "end"), reads=False)
+    assert len(sample.segments) == 1
+    said = [message["content"] for message in sample.episode.messages if message["role"] == "tool"]
     assert said == ["here", "here"]
     assert (
         caplog.text.count(

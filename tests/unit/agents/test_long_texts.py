@@ -105,8 +105,8 @@ def test_the_event_loop_answers_while_a_text_is_tokenized(
         first_group=0,
         metrics=Metrics(),
     )
-    (trajectory,) = sampler.sample(request)
-    assert trajectory.episode.ending is Ending.COMPLETED
+    (sample,) = sampler.sample(request)
+    assert sample.episode.ending is Ending.COMPLETED and len(sample.segments) == 1
     assert answers and all(answers)
 
 

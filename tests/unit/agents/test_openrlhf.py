@@ -59,9 +59,11 @@ def play(sampler: Any, n: int = 1, **limits: Any) -> tuple[list[Any], dict[str, 
     metrics = Metrics()
     prompts = [Prompt("Human: hi\n", [5, 6], label="answer") for _ in range(n)]
     params = SamplingParams(limits.pop("max_new_tokens", 64), **limits)
-    return sampler.sample(SampleRequest(prompts, params, 1, 1, 0, metrics)), metrics.reduced(
-        SingleProcess()
+    sampled = sampler.sample(
+        SampleRequest(prompts, params, 1, seed=1, first_group=0, metrics=metrics)
     )
+    assert all(len(sample.segments) == 1 for sample in sampled)
+    return sampled, metrics.reduced(SingleProcess())
 
 
 def seen_by(agent: OpenRLHFAgent) -> list[dict[str, Any]]:
@@ -72,7 +74,7 @@ def seen_by(agent: OpenRLHFAgent) -> list[dict[str, Any]]:
 def test_feedback_is_appended_to_the_recorded_ids(make_sampler, chat_tokenizer, agent_file):
     agent = OpenRLHFAgent(agent_file(HEAD + INSTANCE + EXECUTOR))
     sampler = make_sampler(agent, lambda prompt: "yes")
-    [trajectory], metrics = play(sampler)
+    [sample], metrics = play(sampler)
     ids = [
         chat_tokenizer(text, add_special_tokens=False)["input_ids"]
         for text in ("Human: hi\nAssistant:", "yes")
@@ -84,10 +86,11 @@ def test_feedback_is_appended_to_the_recorded_ids(make_sampler, chat_tokenizer, 
         for i in (1, 2)
     ]
     answer = [*ids[1], chat_tokenizer.eos_token_id]
-    assert trajectory.token_ids == [*ids[0], *answer, *feedback[0], *answer, *feedback[1], *answer]
-    assert sum(trajectory.action_mask) == 3 * len(answer)
-    assert trajectory.scores == {"reward": 1.5} and trajectory.token_rewards is None
-    assert trajectory.episode.ending is Ending.COMPLETED
+    tokens = [*ids[0], *answer, *feedback[0], *answer, *feedback[1], *answer]
+    assert sample.last.token_ids == tokens
+    assert sample.n_actions == 3 * len(answer)
+    assert sample.scores == {"reward": 1.5} and sample.last.token_rewards is None
+    assert sample.episode.ending is Ending.COMPLETED
     assert metrics["agent/dummy_scores"] == 3 and metrics["agent/scores"] == 0.5
     assert metrics["agent/rerendered_turns"] == 0
 
@@ -114,8 +117,8 @@ def test_each_episode_has_an_instance_of_its_own(make_sampler, agent_file):
 
 def test_a_limit_keeps_the_rewards_so_far(make_sampler, agent_file):
     agent = OpenRLHFAgent(agent_file(HEAD + INSTANCE))
-    [trajectory], _ = play(make_sampler(agent, lambda prompt: "yes", max_turns=2))
-    assert trajectory.episode.ending is Ending.MAX_TURNS and trajectory.scores == {"reward": 0.5}
+    [sample], _ = play(make_sampler(agent, lambda prompt: "yes", max_turns=2))
+    assert sample.episode.ending is Ending.MAX_TURNS and sample.scores == {"reward": 0.5}
 
 
 def test_sampling_params_lower_the_length_and_leave_the_distribution(make_sampler, agent_file):
@@ -127,8 +130,8 @@ def test_sampling_params_lower_the_length_and_leave_the_distribution(make_sample
         agent_file(HEAD + INSTANCE.replace('return {\n            "rewards": reward', change, 1))
     )
     sampler = make_sampler(agent, lambda prompt: "yes")
-    [trajectory], metrics = play(sampler)
-    assert [stop - start for start, stop in trajectory.spans] == [4, 2, 2]
+    [sample], metrics = play(sampler)
+    assert [stop - start for start, stop in sample.last.spans] == [4, 2, 2]
     assert metrics["agent/sampling_overridden"] == 2
 
 
@@ -138,10 +141,10 @@ def test_an_executor_may_name_the_class(make_sampler, agent_file, caplog):
         + "    async def execute(self):\n        pass\n"
     )
     file = agent_file(HEAD + INSTANCE.replace("AgentInstance(", "Game(") + executor)
-    [trajectory], _ = play(
+    [sample], _ = play(
         make_sampler(agent_source(AgentConfig(agent=file)).agent, lambda prompt: "yes")
     )
-    assert trajectory.scores == {"reward": 1.5}
+    assert sample.scores == {"reward": 1.5}
     assert "AgentExecutor.execute is not run" in caplog.text
 
 

@@ -21,7 +21,7 @@ from openppo.config.agents import AgentConfig
 from openppo.process_groups import RELEASE
 from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
-from openppo.types import Ending, Prompt, SamplingParams, SingleProcess
+from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, segments_of
 from tests.fork_server import REPO
 
 CLIENT = """
@@ -44,7 +44,7 @@ def reward(value):
 
 @pytest.fixture
 def play(make_sampler, tmp_path):
-    """``play(lines)`` plays an episode of a program with these lines; returns its trajectory and metrics."""
+    """``play(lines)`` plays an episode of a program with these lines; returns its sample and metrics."""
 
     def run(
         lines: str, row: dict[str, Any] | None = None, command: str = "", **options: Any
@@ -58,6 +58,7 @@ def play(make_sampler, tmp_path):
         [sampled] = sampler.sample(
             SampleRequest([prompt], SamplingParams(64), 1, 1, 0, metrics, evaluation=True)
         )
+        assert len(sampled.segments) == 1
         return sampled, metrics.reduced(SingleProcess())
 
     return run
@@ -73,7 +74,7 @@ def test_stdin_has_the_prompt_and_the_last_line_the_reward(play):
     ]
     assert sampled.scores == {"a": 1.0, "b": 0.5}
     assert metrics["agent/completed"] == 1
-    assert len(sampled.spans) == 1
+    assert len(sampled.last.spans) == 1
 
 
 @pytest.mark.parametrize("more", ["", " | cat"])
@@ -121,7 +122,7 @@ def test_each_episode_has_a_key_of_its_own(make_sampler, tmp_path):
             [Prompt("x", [5], index=i) for i in range(3)], SamplingParams(8), 1, 1, 0, Metrics()
         )
     )
-    assert len({trajectory.episode.output for trajectory in sampled}) == 3
+    assert len({sample.episode.output for sample in sampled}) == 3
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_without_a_reward_of_its_own_others_score_the_episode(make_sampler, tmp_
             SampleRequest([Prompt("x", [5])], SamplingParams(8), 1, 1, 0, metrics)
         )
         assert metrics.reduced(SingleProcess())[f"agent/{ending.value}"] == 1
-        assert [trajectory.scores for trajectory in sampled] == ([{}] if has_rewards else [])
+        assert [sample.scores for sample in sampled] == ([{}] if has_rewards else [])
 
 
 @pytest.mark.parametrize(
@@ -255,8 +256,8 @@ def test_no_more_programs_run_at_a_time_than_allowed(make_sampler, tmp_path):
     sampled = make_sampler(agent, lambda prompt: "yes").sample(
         SampleRequest(prompts, SamplingParams(8), 1, 1, 0, Metrics())
     )
-    assert len(sampled) == 6
-    assert max(trajectory.scores["reward"] for trajectory in sampled) <= 2
+    assert len(sampled) == len(segments_of(sampled)) == 6
+    assert max(sample.scores["reward"] for sample in sampled) <= 2
 
 
 @pytest.mark.parametrize(
@@ -340,5 +341,5 @@ def test_the_example_asks_a_second_time(make_sampler, answers, reward):
     )
     prompt, metrics = Prompt("What is 17 + 25?", [5], row={"answer": "42"}), Metrics()
     [sampled] = sampler.sample(SampleRequest([prompt], SamplingParams(64), 1, 1, 0, metrics))
-    assert sampled.scores == {"reward": reward}
+    assert len(sampled.segments) == 1 and sampled.scores == {"reward": reward}
     assert metrics.reduced(SingleProcess())["agent/turns"] == len(answers)

@@ -33,8 +33,18 @@ def rows(n):
 
 
 def played(sampler, prompts, n_samples=1):
-    metrics = Metrics()
-    return sampler.sample(SampleRequest(prompts, PARAMS, n_samples, 0, 0, metrics, evaluation=True))
+    request = SampleRequest(
+        prompts,
+        PARAMS,
+        n_samples,
+        seed=0,
+        first_group=0,
+        metrics=Metrics(),
+        evaluation=True,
+    )
+    samples = sampler.sample(request)
+    assert all(len(sample.segments) == 1 for sample in samples)
+    return samples
 
 
 def post(url, body, key=""):
@@ -108,10 +118,11 @@ def test_the_example_asks_twice_and_gives_half_for_the_second_answer(make_sample
     agent = ServiceAgent(f"http://127.0.0.1:{port}")
     agent.check([])
     sampler = make_sampler(agent, script)
-    found = played(sampler, rows(3))
-    assert [t.scores for t in found] == [{"reward": 0.5}, {"reward": 1.0}, {"reward": 0.5}]
-    assert [t.episode.n_turns for t in found] == [2, 1, 2]
-    assert all(t.episode.ending is Ending.COMPLETED for t in found)
+    samples = played(sampler, rows(3))
+    scores = [sample.scores for sample in samples]
+    assert scores == [{"reward": 0.5}, {"reward": 1.0}, {"reward": 0.5}]
+    assert [sample.episode.n_turns for sample in samples] == [2, 1, 2]
+    assert all(sample.episode.ending is Ending.COMPLETED for sample in samples)
 
 
 def test_a_service_learns_what_it_needs_of_an_episode(make_sampler, service):
@@ -168,10 +179,11 @@ def test_what_comes_after_the_time_limit_changes_nothing(make_sampler, service):
 
     url, jobs = service(play)
     sampler = make_sampler(ServiceAgent(url), lambda text: "x", agent_timeout=1.0)
-    found = played(sampler, rows(2))
+    samples = played(sampler, rows(2))
     late.set()
-    assert [t.episode.ending for t in found] == [Ending.TIMEOUT, Ending.COMPLETED]
-    assert found[1].scores == {"reward": 1.0}
+    endings = [sample.episode.ending for sample in samples]
+    assert endings == [Ending.TIMEOUT, Ending.COMPLETED]
+    assert samples[1].scores == {"reward": 1.0}
     while refused[401] < 2 and refused[401] + refused[409] < 5:
         time.sleep(0.01)
     assert refused[409] == len(jobs) == 2
@@ -196,10 +208,12 @@ def test_a_service_that_is_killed_and_started_again_loses_no_episode(make_sample
     async def one(i, prompt):
         for attempt in range(3):
             try:
-                parts = await sampler.sample_one(prompt, PARAMS, 10 * i + attempt, 0, i, Metrics())
+                sample = await sampler.sample_one(
+                    prompt, PARAMS, 10 * i + attempt, env_seed=0, group=i, metrics=Metrics()
+                )
             except SampleFailed:
                 continue
-            ended.append((i, attempt, parts[-1].scores))
+            ended.append((i, attempt, sample.scores))
             if len(ended) == 5:
                 started.set()
             return

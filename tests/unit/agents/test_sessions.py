@@ -10,7 +10,15 @@ import pytest
 from openppo.agents import EpisodeEnded, Turn
 from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
-from openppo.types import Completion, Ending, FinishReason, Prompt, SamplingParams, SingleProcess
+from openppo.types import (
+    Completion,
+    Ending,
+    FinishReason,
+    Prompt,
+    SamplingParams,
+    SingleProcess,
+    segments_of,
+)
 
 ENDINGS = {ending.value for ending in Ending}
 TOOLS = [
@@ -22,13 +30,13 @@ TOOLS = [
 
 
 def play(
-    sampler: Any, n_prompts: int = 1, n_samples: int = 1, max_new_tokens: int = 64, **more: Any
+    sampler: Any, n_prompts: int = 1, n_samples: int = 1, max_new_tokens: int = 64, **options: Any
 ) -> Any:
-    """Trajectories and metrics of one rollout."""
+    """Samples and metrics of one rollout."""
     metrics = Metrics()
     prompts = [Prompt(f"task {i}", [5, 6], row={"number": i}) for i in range(n_prompts)]
     sampled = sampler.sample(
-        SampleRequest(prompts, SamplingParams(max_new_tokens), n_samples, 1, 0, metrics, **more)
+        SampleRequest(prompts, SamplingParams(max_new_tokens), n_samples, 1, 0, metrics, **options)
     )
     return sampled, metrics.reduced(SingleProcess())
 
@@ -55,18 +63,20 @@ async def three_turns(task: Any, session: Any) -> float:
 def test_each_turn_continues_recorded_ids(make_sampler, chat_tokenizer):
     sampler = make_sampler(three_turns, lambda prompt: "<think>hm</think>yes")
     sampler.parts.engine.version = 7
-    [trajectory], metrics = play(sampler)
+    [sample], metrics = play(sampler)
+    [segment] = sample.segments
     journal = sampler.parts.engine.journal
-    assert trajectory.versions == [7 if sampled else -1 for sampled in trajectory.action_mask]
-    assert [trajectory.token_ids[start:stop] for start, stop in trajectory.spans] == [
+    assert segment.versions == [7 if sampled else -1 for sampled in segment.action_mask]
+    assert [segment.token_ids[start:stop] for start, stop in segment.spans] == [
         ids for _, ids in journal
     ]
-    assert trajectory.token_ids == journal[-1][0] + journal[-1][1]
+    assert segment.token_ids == journal[-1][0] + journal[-1][1]
+    assert segment.prompt_ids == journal[0][0]
     assert (metrics["agent/bridged_turns"], metrics["agent/rerendered_turns"]) == (2, 0)
-    rendered = chat_tokenizer.apply_chat_template(trajectory.episode.messages, tokenize=False)
+    rendered = chat_tokenizer.apply_chat_template(sample.episode.messages, tokenize=False)
     assert (
         rendered.count("<think>"),
-        chat_tokenizer.decode(trajectory.token_ids).count("<think>"),
+        chat_tokenizer.decode(segment.token_ids).count("<think>"),
     ) == (0, 3)
 
 
@@ -158,21 +168,19 @@ def test_an_episode_may_have_thousands_of_turns():
 
 def test_history_as_the_template_has_it_makes_segments(make_sampler):
     sampler = make_sampler(three_turns, lambda prompt: "<think>hm</think>yes", history="template")
-    trajectories, metrics = play(sampler)
+    [sample], metrics = play(sampler)
     journal = sampler.parts.engine.journal
-    assert (len(trajectories), metrics["agent/rerendered_turns"]) == (3, 2)
-    assert all(
-        t.token_ids == prompt + ids for t, (prompt, ids) in zip(trajectories, journal, strict=True)
-    )
-    same, metrics = play(make_sampler(three_turns, lambda prompt: "yes", history="template"))
-    assert (len(same), metrics["agent/rerendered_turns"]) == (
-        1,
-        0,
-    )  # nothing was cut: the rendering is the record
+    assert (len(sample.segments), metrics["agent/rerendered_turns"]) == (3, 2)
+    for segment, (prompt, ids) in zip(sample.segments, journal, strict=True):
+        assert (segment.prompt_ids, segment.response_ids) == (prompt, ids)
+        assert segment.token_ids == prompt + ids
+    [same], metrics = play(make_sampler(three_turns, lambda prompt: "yes", history="template"))
+    # Nothing was cut: the rendering is the record.
+    assert (len(same.segments), metrics["agent/rerendered_turns"]) == (1, 0)
 
 
 @pytest.mark.parametrize("n_branches", [1, 2, 5])
-def test_branches_share_their_episode(make_sampler, n_branches):
+def test_branches_are_segments_of_one_sample(make_sampler, n_branches):
     async def branch_out(task: Any, session: Any) -> float:
         first = await session.chat(task.messages)
         texts = [f"branch {i}" for i in range(n_branches)]
@@ -182,24 +190,23 @@ def test_branches_share_their_episode(make_sampler, n_branches):
         return 1.0
 
     sampler = make_sampler(branch_out, lambda prompt: "yes" if "branch" in prompt else "well")
-    trajectories, _ = play(sampler)
-    assert len(trajectories) == n_branches
-    n_actions = [sum(t.action_mask) for t in trajectories]
-    assert [t.fraction for t in trajectories] == pytest.approx(
-        [n / sum(n_actions) for n in n_actions]
-    )
-    assert [len(t.spans) for t in trajectories] == [2] + [1] * (
-        n_branches - 1
-    )  # the shared turn is trained on once
+    [sample], _ = play(sampler)
+    assert len(sample.segments) == n_branches
+    assert sample.scores == {"reward": 1.0}
+    n_actions = [sum(segment.action_mask) for segment in sample.segments]
+    assert sample.fractions == pytest.approx([n / sum(n_actions) for n in n_actions])
+    # The shared turn is trained on once.
+    assert [len(segment.spans) for segment in sample.segments] == [2] + [1] * (n_branches - 1)
     journal = sampler.parts.engine.journal
     assert sum(n_actions) == sum(len(ids) for _, ids in journal)
 
 
 def test_what_a_limit_ends_before_its_reward_has_reward_0(make_sampler):
     sampler = make_sampler(three_turns, lambda prompt: "yes", max_turns=2)
-    [trajectory], metrics = play(sampler)
+    [sample], metrics = play(sampler)
+    [segment] = sample.segments
     assert ending_of(metrics) == "max_turns"
-    assert (trajectory.scores, len(trajectory.spans)) == ({"reward": 0.0}, 2)
+    assert (sample.scores, len(segment.spans)) == ({"reward": 0.0}, 2)
 
 
 def test_a_turn_reward_lies_on_its_last_action(make_sampler):
@@ -210,12 +217,13 @@ def test_a_turn_reward_lies_on_its_last_action(make_sampler):
         session.reward(2.0, second)
         return {"whole": 3.0}
 
-    [trajectory], _ = play(make_sampler(reward_turns, lambda prompt: "yes"))
-    expected = [0.0] * len(trajectory.token_ids)
-    for (_, stop), reward in zip(trajectory.spans, (0.25, 2.0), strict=True):
+    [sample], _ = play(make_sampler(reward_turns, lambda prompt: "yes"))
+    [segment] = sample.segments
+    expected = [0.0] * len(segment.token_ids)
+    for (_, stop), reward in zip(segment.spans, (0.25, 2.0), strict=True):
         expected[stop - 1] = reward
-    assert (trajectory.token_rewards, trajectory.scores) == (expected, {"whole": 3.0})
-    assert trajectory.total_reward({}) == 5.25
+    assert (segment.token_rewards, sample.scores) == (expected, {"whole": 3.0})
+    assert sample.total_reward({}) == 5.25
 
 
 @pytest.mark.parametrize(
@@ -245,16 +253,18 @@ def test_a_turn_rewarded_with_zero_has_a_reward(make_sampler):
     async def reward_turn(task: Any, session: Any) -> None:
         session.reward(0.0, await session.chat(task.messages))
 
-    [trajectory], _ = play(make_sampler(reward_turn, lambda prompt: "yes"))
-    assert trajectory.token_rewards == [0.0] * len(trajectory.token_ids)
-    assert trajectory.step_ends is not None and sum(trajectory.step_ends) == 1
+    [sample], _ = play(make_sampler(reward_turn, lambda prompt: "yes"))
+    [segment] = sample.segments
+    assert segment.token_rewards == [0.0] * len(segment.token_ids)
+    assert segment.step_ends is not None and sum(segment.step_ends) == 1
 
 
 @pytest.mark.parametrize("options", [{"max_turns": 2}, {"episode_max_len": 120}])
 def test_an_answer_before_a_limit_is_not_cut(make_sampler, options):
-    [trajectory], _ = play(make_sampler(ask_forever, lambda prompt: "yes", **options))
-    assert trajectory.episode.ending.is_limit
-    assert trajectory.finish_reason is FinishReason.STOP and not trajectory.truncated
+    [sample], _ = play(make_sampler(ask_forever, lambda prompt: "yes", **options))
+    assert sample.episode.ending.is_limit
+    [segment] = sample.segments
+    assert segment.finish_reason is FinishReason.STOP and not sample.truncated
 
 
 def test_other_tools_or_an_edited_answer_begin_a_segment(make_sampler):
@@ -266,12 +276,9 @@ def test_other_tools_or_an_edited_answer_begin_a_segment(make_sampler):
         await session.chat(follow_up(task.messages, first, "more"), TOOLS)
         return 1.0
 
-    trajectories, metrics = play(make_sampler(edit, lambda prompt: "yes"))
-    assert (
-        metrics["agent/rerendered_turns"],
-        metrics["agent/bridged_turns"],
-        len(trajectories),
-    ) == (2, 1, 3)
+    [sample], metrics = play(make_sampler(edit, lambda prompt: "yes"))
+    assert (metrics["agent/rerendered_turns"], metrics["agent/bridged_turns"]) == (2, 1)
+    assert len(sample.segments) == 3
 
 
 def test_an_answer_that_the_template_refuses_is_continued_and_reported(
@@ -288,28 +295,27 @@ def test_an_answer_that_the_template_refuses_is_continued_and_reported(
     async def act(task: Any, session: Any) -> float:
         turn = await session.chat(task.messages, TOOLS)
         results = [
-            {"role": "tool", "tool_call_id": made["id"], "content": "4"} for made in turn.tool_calls
+            {"role": "tool", "tool_call_id": call["id"], "content": "4"} for call in turn.tool_calls
         ]
         await session.chat([*task.messages, turn.message, *results], TOOLS)
         return 1.0
 
     options = {"tool_parser": "hermes", "check_rendering": "warn"}
-    [trajectory], metrics = play(
+    [sample], metrics = play(
         make_sampler(act, lambda prompt: call * 2, **options), max_new_tokens=200
     )
     assert metrics["agent/bridged_turns"] == 1 and metrics["agent/rerender_mismatch"] == 1
-    assert "one!" in trajectory.episode.error and ending_of(metrics) == "completed"
+    assert len(sample.segments) == 1
+    assert "one!" in sample.episode.error and ending_of(metrics) == "completed"
 
 
 def test_a_cut_answer_is_closed_as_context(make_sampler, chat_tokenizer):
     sampler = make_sampler(three_turns, lambda prompt: "a long answer")
-    [trajectory], metrics = play(sampler, max_new_tokens=4)
+    [sample], metrics = play(sampler, max_new_tokens=4)
+    [segment] = sample.segments
     eos = chat_tokenizer.eos_token_id
-    assert metrics["agent/bridged_turns"] == 2 and trajectory.finish_reason is FinishReason.LENGTH
-    ends = [
-        (trajectory.token_ids[stop], trajectory.action_mask[stop])
-        for _, stop in trajectory.spans[:-1]
-    ]
+    assert metrics["agent/bridged_turns"] == 2 and segment.finish_reason is FinishReason.LENGTH
+    ends = [(segment.token_ids[stop], segment.action_mask[stop]) for _, stop in segment.spans[:-1]]
     assert ends == [(eos, False)] * 2
 
 
@@ -318,14 +324,11 @@ def test_a_cut_answer_is_closed_as_context(make_sampler, chat_tokenizer):
 )
 def test_rendering_is_checked_at_the_end(make_sampler, caplog, mode, ending):
     sampler = make_sampler(three_turns, lambda prompt: "<think>hm</think>yes", check_rendering=mode)
-    trajectories, metrics = play(sampler)
+    samples, metrics = play(sampler)
     assert ending_of(metrics) == ending
     assert metrics.get("agent/rerender_mismatch") == (None if mode == "off" else 1)
     if mode == "warn":
-        assert (
-            "<think>" in trajectories[0].episode.error
-            and trajectories[0].episode.error in caplog.text
-        )
+        assert "<think>" in samples[0].episode.error and samples[0].episode.error in caplog.text
 
 
 async def ask_forever(task: Any, session: Any) -> None:
@@ -370,10 +373,12 @@ async def no_reward(task: Any, session: Any) -> None:
     ],
 )
 def test_an_episode_ends_once_and_as_what_it_was(make_sampler, agent, ending, options):
-    trajectories, metrics = play(make_sampler(agent, lambda prompt: "yes", **options), n_prompts=3)
+    samples, metrics = play(make_sampler(agent, lambda prompt: "yes", **options), n_prompts=3)
     assert ending_of(metrics) == ending
-    assert [t.group for t in trajectories] == ([0, 1, 2] if Ending(ending).is_trained else [])
-    assert {t.total_reward({}) for t in trajectories} <= {0.0, 1.0}
+    groups = [0, 1, 2] if Ending(ending).is_trained else []
+    assert [sample.group for sample in samples] == groups
+    assert len(segments_of(samples)) == len(groups)
+    assert {sample.total_reward({}) for sample in samples} <= {0.0, 1.0}
 
 
 def test_failed_episodes_leave_their_group_and_count_in_evaluations(make_sampler):
@@ -390,18 +395,15 @@ def test_failed_episodes_leave_their_group_and_count_in_evaluations(make_sampler
         return 1.0
 
     sampler = make_sampler(fail_some, lambda prompt: "yes")
-    trajectories, metrics = play(sampler, n_prompts=3, n_samples=3)
-    assert [t.group for t in trajectories] == [
-        0,
-        0,
-        0,
-        1,
-        1,
-    ]  # of group 2 one is left, which teaches nothing
+    samples, metrics = play(sampler, n_prompts=3, n_samples=3)
+    # Of group 2 one is left, which teaches nothing.
+    assert [sample.group for sample in samples] == [0, 0, 0, 1, 1]
+    assert len(segments_of(samples)) == 5
     assert metrics["agent/agent_error"] == pytest.approx(3 / 9)
     seen.clear()
     evaluated, _ = play(sampler, n_prompts=3, n_samples=3, evaluation=True)
-    assert [t.total_reward({}) for t in evaluated] == [1, 1, 1, 0, 1, 1, 0, 0, 1]
+    assert [sample.total_reward({}) for sample in evaluated] == [1, 1, 1, 0, 1, 1, 0, 0, 1]
+    assert len(segments_of(evaluated)) == 9
 
 
 def test_a_cancelled_request_frees_its_row_and_leaves_no_turn(make_sampler):
@@ -415,8 +417,8 @@ def test_a_cancelled_request_frees_its_row_and_leaves_no_turn(make_sampler):
         return 1.0
 
     sampler = make_sampler(give_up, lambda prompt: "yes" if "short" in prompt else "y" * 10**6)
-    trajectories, metrics = play(sampler, max_new_tokens=10**6)
-    assert len(trajectories) == 1 and metrics["agent/completed"] == 1
+    [sample], metrics = play(sampler, max_new_tokens=10**6)
+    assert len(sample.segments) == 1 and metrics["agent/completed"] == 1
     assert len(sampler.parts.engine.journal) == 1 and not sampler.parts.engine.busy
 
 

@@ -27,8 +27,14 @@ def test_a_task_that_joins_leaves_evaluations_of_others_alone(chat_tokenizer):
     params = sampling_params(task("", 9).config.generation, 0.5)
 
     def sampled():
-        found = sampler.sample(SampleRequest(prompts, params, 1, 0, 0, Metrics(), evaluation=True))
-        return [(t.prompt.task, len(t.response_ids), t.group) for t in found]
+        request = SampleRequest(
+            prompts, params, 1, seed=0, first_group=0, metrics=Metrics(), evaluation=True
+        )
+        answers = []
+        for sample in sampler.sample(request):
+            [segment] = sample.segments
+            answers.append((sample.prompt.task, len(segment.response_ids), sample.group))
+        return answers
 
     alone = sampled()
     assert alone == [("two", 2, 0), ("four", 4, 1), ("four", 4, 2)]
@@ -47,11 +53,11 @@ def test_responses_have_seeds_of_their_places_in_the_run(chat_tokenizer):
         SamplerParts(engine, chat_tokenizer, ends, SingleProcess(), StopCheck(), longest=100)
     )
     params = sampling_params(task("", 9).config.generation)
-    found = sampler.sample(
+    samples = sampler.sample(
         SampleRequest([Prompt("x", [5]), Prompt("y", [6])], params, 3, 7, 20, Metrics())
     )
     sampler.close()
-    assert [trajectory.group for trajectory in found] == [20, 20, 20, 21, 21, 21]
+    assert [sample.group for sample in samples] == [20, 20, 20, 21, 21, 21]
     assert [seed for _, seed, _ in engine.submitted] == [
         sample_seed(7, number) for number in range(60, 66)
     ]

@@ -18,7 +18,7 @@ from openppo.agents.tools import BaseTool, FunctionTool, OpenAIFunctionToolSchem
 from openppo.config.agents import AgentConfig
 from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
-from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, Trajectory
+from openppo.types import Ending, Prompt, Sample, SamplingParams, SingleProcess
 from tests.unit.agents.verl_tools import JOURNAL, SCHEMA, NewGrader, OldGrader
 
 
@@ -61,17 +61,15 @@ class Paying(Plain):
 
 
 @pytest.fixture
-def play(make_sampler) -> Callable[..., tuple[list[Trajectory], dict[str, float]]]:
-    """``play(tools, script, rows=..., **options)``: trajectories and metrics of one episode for each row."""
+def play(make_sampler) -> Callable[..., tuple[list[Sample], dict[str, float]]]:
+    """``play(tools, script, rows=..., **options)``: samples and metrics of one episode for each row."""
 
     def run(
         tools: list[BaseTool], script: Callable[[str], str], **options: Any
-    ) -> tuple[list[Trajectory], dict[str, float]]:
-        rows, has_rewards, metrics = (
-            options.pop("rows", [{}]),
-            options.pop("has_rewards", False),
-            Metrics(),
-        )
+    ) -> tuple[list[Sample], dict[str, float]]:
+        rows = options.pop("rows", [{}])
+        has_rewards = options.pop("has_rewards", False)
+        metrics = Metrics()
         agent = ToolAgent(tools, AgentConfig(tools="tools.py", tool_parser="hermes", **options))
         sampler = make_sampler(
             agent, script, tool_parser="hermes", has_rewards=has_rewards, **options
@@ -82,16 +80,15 @@ def play(make_sampler) -> Callable[..., tuple[list[Trajectory], dict[str, float]
         ]
         agent.check(prompts)
         sampled = sampler.sample(SampleRequest(prompts, SamplingParams(400), 1, 1, 0, metrics))
+        assert all(len(sample.segments) == 1 for sample in sampled)
         return sampled, metrics.reduced(SingleProcess())
 
     return run
 
 
-def results(trajectory: Trajectory) -> list[str]:
-    assert trajectory.episode is not None
-    return [
-        message["content"] for message in trajectory.episode.messages if message["role"] == "tool"
-    ]
+def results(sample: Sample) -> list[str]:
+    assert sample.episode is not None
+    return [message["content"] for message in sample.episode.messages if message["role"] == "tool"]
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +109,7 @@ def test_classes_of_verl_live_through_an_episode(play, form):
         "release_kwargs": {"c": 3},
     }
     script = then(calls(("grade", {"answer": "6"})), calls(("grade", {"answer": "7"})), "It is 7.")
-    [trajectory], metrics = play(
+    [sample], metrics = play(
         [form({}, OpenAIFunctionToolSchema.model_validate(SCHEMA))],
         script,
         rows=[row(grade=arguments)],
@@ -123,19 +120,20 @@ def test_classes_of_verl_live_through_an_episode(play, form):
         *(("execute", "6", {"a": 1}), inner, ("execute", "7", {"a": 1}), inner),
         *(("calc_reward", {"b": 2}), ("release", {"c": 3})),
     ] == JOURNAL
-    assert results(trajectory) == ["parsed 6, reward 0.0", "parsed 7, reward 1.0"]
-    assert trajectory.step_rewards == [-0.05, 0.0, 1.0]
+    assert results(sample) == ["parsed 6, reward 0.0", "parsed 7, reward 1.0"]
+    assert sample.last.step_rewards == [-0.05, 0.0, 1.0]
     assert metrics["agent/grade/tries"] == 1 and metrics["agent/completed"] == 1
 
 
 def test_rewards_lie_on_the_last_action_of_their_turn(play):
     script = then(calls(("paying", {}), ("paying", {})), "end")
-    [trajectory], _ = play([Paying("paying", ("ok", 0.25, None))], script)
-    rewards = {t: reward for t, reward in enumerate(trajectory.token_rewards) if reward}
+    [sample], _ = play([Paying("paying", ("ok", 0.25, None))], script)
+    segment = sample.last
+    rewards = {t: reward for t, reward in enumerate(segment.token_rewards) if reward}
     assert rewards == {
-        stop - 1: reward for (_, stop), reward in zip(trajectory.spans, [0.5, 0.5], strict=True)
+        stop - 1: reward for (_, stop), reward in zip(segment.spans, [0.5, 0.5], strict=True)
     }
-    assert trajectory.scores == {}
+    assert sample.scores == {}
 
 
 class Counting(Paying):
@@ -157,10 +155,10 @@ EARNED = {"b": [1.0, 3.0, 0.5], "a": [2.0, 0.5]}
 @pytest.mark.parametrize(("option", "of_turns"), [("add", [3.0, 3.0, 1.0]), ("none", [])])
 def test_rewards_of_tools_are_kept_and_added_if_asked(play, option, of_turns):
     tools = [Counting("b"), Counting("a")]
-    [trajectory], metrics = play(tools, COUNTED, tool_rewards=option, has_rewards=True)
-    assert trajectory.episode.tool_rewards == EARNED, "in the order of calls, then calc_reward"
-    assert trajectory.step_rewards == of_turns
-    assert (trajectory.token_rewards is None) == (option == "none")
+    [sample], metrics = play(tools, COUNTED, tool_rewards=option, has_rewards=True)
+    assert sample.episode.tool_rewards == EARNED, "in the order of calls, then calc_reward"
+    assert sample.last.step_rewards == of_turns
+    assert (sample.last.token_rewards is None) == (option == "none")
     assert metrics["agent/completed"] == 1
     assert (metrics["agent/tool_rewards/b"], metrics["agent/tool_rewards/a"]) == (4.5, 2.5)
 
@@ -183,8 +181,8 @@ def test_a_reward_of_zero_is_a_reward(play):
         async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
             return 0.0
 
-    [trajectory], metrics = play([Strict()], then("end"))
-    assert metrics["agent/completed"] == 1 and trajectory.total_reward({}) == 0.0
+    [sample], metrics = play([Strict()], then("end"))
+    assert metrics["agent/completed"] == 1 and sample.total_reward({}) == 0.0
 
 
 def test_tools_that_reward_nothing_leave_an_error(play):
@@ -244,7 +242,7 @@ def test_a_reward_is_a_finite_number_or_none(play, reward, sums):
 
     sampled, metrics = play([Odd(), Paying("other")], then("end"))
     assert metrics["agent/tool_error"] == (not sums)
-    assert [sum(t.step_rewards) for t in sampled] == sums
+    assert [sum(sample.last.step_rewards) for sample in sampled] == sums
 
 
 FORMS = [
@@ -263,8 +261,8 @@ FORMS = [
 
 @pytest.mark.parametrize(("returned", "read"), FORMS)
 def test_a_result_may_have_several_forms(play, returned, read):
-    [trajectory], metrics = play([Paying(result=returned)], then(calls(("plain", {})), "end"))
-    assert results(trajectory) == [read]
+    [sample], metrics = play([Paying(result=returned)], then(calls(("plain", {})), "end"))
+    assert results(sample) == [read]
     assert metrics["agent/tool_errors"] == read.startswith("Error")
 
 
@@ -281,8 +279,8 @@ def test_the_model_reads_what_was_wrong_with_a_call(play, caplog):
 
     tools[2].execute = sleep
     first = calls(("bad", {}), ("exits", {}), ("slow", {}), ("missing", {}), ("good", {}))
-    [trajectory], metrics = play(tools, then(first, "end"), tool_timeout=0.2)
-    assert results(trajectory) == [
+    [sample], metrics = play(tools, then(first, "end"), tool_timeout=0.2)
+    assert results(sample) == [
         "Error: bad.execute: ZeroDivisionError: division by zero",
         "Error: exits.execute: SystemExit: 3",
         "Error: slow.execute: no result within 0.2 s",
@@ -299,9 +297,9 @@ def test_the_model_reads_what_was_wrong_with_a_call(play, caplog):
 def test_a_malformed_call_is_answered_and_none_beside_it_is_made(play):
     broken = "<tool_call>\n{'name'\n</tool_call>"
     script = then(broken, calls(("plain", {})) + broken, "end")
-    [trajectory], metrics = play([Paying()], script)
+    [sample], metrics = play([Paying()], script)
     messages = [
-        message for message in trajectory.episode.messages if message["role"] in ("user", "tool")
+        message for message in sample.episode.messages if message["role"] in ("user", "tool")
     ]
     assert [message["role"] for message in messages] == ["user"] * 3
     assert all(
@@ -323,10 +321,10 @@ def test_plain_functions_of_a_turn_run_at_the_same_time(play):
 
     plain, coroutine = Paying("plain"), Paying("coroutine")
     plain.execute, coroutine.execute = wait, wait_too
-    [trajectory], _ = play(
+    [sample], _ = play(
         [plain, coroutine], then(calls(("plain", {}), ("coroutine", {}), ("plain", {})), "end")
     )
-    assert results(trajectory) == ["met"] * 3
+    assert results(sample) == ["met"] * 3
 
 
 def test_a_plain_function_that_hangs_keeps_nobody_waiting(play):
@@ -335,8 +333,8 @@ def test_a_plain_function_that_hangs_keeps_nobody_waiting(play):
 
     tool, before = Paying(), {*threading.enumerate()}
     tool.execute = hang
-    [trajectory], _ = play([tool], then(calls(("plain", {})), "end"), tool_timeout=0.1)
-    assert results(trajectory) == ["Error: plain.execute: no result within 0.1 s"]
+    [sample], _ = play([tool], then(calls(("plain", {})), "end"), tool_timeout=0.1)
+    assert results(sample) == ["Error: plain.execute: no result within 0.1 s"]
     left = {*threading.enumerate()} - before
     assert left and all(thread.daemon for thread in left)  # so the process can end
 
@@ -345,12 +343,12 @@ def test_a_plain_function_that_hangs_keeps_nobody_waiting(play):
     ("length", "mark"), [(20, ""), (21, " ... [cut]"), (100_000, " ... [cut]")]
 )
 def test_a_long_result_is_cut_with_a_mark(play, length, mark):
-    [trajectory], _ = play(
+    [sample], _ = play(
         [Paying(result="x" * length)],
         then(calls(("plain", {})), "end"),
         max_tool_response_tokens=20,
     )
-    assert results(trajectory) == ["x" * 20 + mark]
+    assert results(sample) == ["x" * 20 + mark]
 
 
 def test_what_create_says_follows_the_prompt(play):
@@ -358,8 +356,8 @@ def test_what_create_says_follows_the_prompt(play):
         async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
             return instance_id, ToolResponse(text="The board is empty.")
 
-    [trajectory], _ = play([Saying()], then("end"))
-    assert trajectory.episode.messages[0] == {
+    [sample], _ = play([Saying()], then("end"))
+    assert sample.episode.messages[0] == {
         "role": "user",
         "content": "task\n\nThe board is empty.",
     }
@@ -500,8 +498,8 @@ def test_functions_of_a_file_are_called_with_what_the_model_says(play):
         return a + b
 
     script = then(calls(("add", {"a": 1}), ("add", {"a": 1, "b": 5}), ("add", {"c": 1})), "end")
-    [trajectory], _ = play([FunctionTool(add), Paying()], script)
-    first, second, third = results(trajectory)
+    [sample], _ = play([FunctionTool(add), Paying()], script)
+    first, second, third = results(sample)
     assert (first, second) == ("3", "6")
     assert re.fullmatch(
         r"Error: add.execute: TypeError: .*add\(\) got an unexpected keyword argument 'c'", third
