@@ -104,7 +104,8 @@ class Segment:
 
     def __post_init__(self) -> None:
         lists = (self.token_ids, self.action_mask, self.log_probs, self.versions)
-        lengths = {len(entries) for entries in lists}
+        optional = (self.token_rewards, self.step_ends, self.trained_mask)
+        lengths = {len(entries) for entries in (*lists, *optional) if entries is not None}
         assert len(lengths) == 1, f"unequal lengths {lengths}"
 
     @classmethod
@@ -254,13 +255,16 @@ class Sample:
     ) -> Sample:
         """Return a copy whose rewards are these and no others.
 
-        ``scores`` are rewards of the whole by name, ``token_rewards`` those of the last segment's tokens.
+        ``scores`` are rewards of the whole by name, ``token_rewards`` those of the last segment's tokens: 0 outside its
+        action mask, whatever they are there.
         """
-        unrewarded = [
+        segments = [
             replace(segment, token_rewards=None, step_ends=None) for segment in self.segments
         ]
-        *earlier, last = unrewarded
-        segments = [*earlier, replace(last, token_rewards=token_rewards)]
+        if token_rewards is not None:
+            pairs = zip(token_rewards, self.last.action_mask, strict=True)
+            of_actions = [reward if is_action else 0.0 for reward, is_action in pairs]
+            segments[-1] = replace(segments[-1], token_rewards=of_actions)
         return replace(self, segments=segments, scores=dict(scores), reward_error=None)
 
     def total_score(self, weights: Mapping[str, float]) -> float:

@@ -33,7 +33,7 @@ def _judged_steps(sample: Sample) -> list[float]:
     """Rewards that are compared step by step: those of a single response, not of an agent's turns."""
     if sample.episode is not None:
         return []
-    return sample.last.step_rewards
+    return [reward for segment in sample.segments for reward in segment.step_rewards]
 
 
 def one_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:

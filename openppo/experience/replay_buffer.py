@@ -92,9 +92,8 @@ class MiniBatch:
     """One rank's share of an optimizer step.
 
     All ranks have the same number of ``micro_batches``; an idle one has one row without actions. ``n_tokens`` counts
-    the action tokens of the whole step over all ranks, ``n_sequences`` its samples with any action (a segment of a
-    sample by its fraction), each times its sample's weight. ``places`` locate the samples of each micro-batch among
-    all ranks' samples.
+    the action tokens of the whole step over all ranks, ``n_sequences`` its rows with any action by their fraction of a
+    sample, each times its sample's weight. ``places`` locate the rows of each micro-batch among all ranks' rows.
     """
 
     micro_batches: list[Experience]
@@ -105,11 +104,11 @@ class MiniBatch:
 
 @dataclass(eq=False)
 class ReplayBuffer:
-    """Buffer of one rank's samples, an experience each.
+    """Buffer of one rank's rows, an experience (1, L) of each segment.
 
-    The samples of an optimizer step do not depend on the number of ranks that made them. ``limit`` is the largest
-    number of samples of one rank (0: no limit): the oldest are dropped first. With ``normalizes``, ``fill`` normalizes
-    advantages. With ``shares_prompts``, samples with a common prefix share a micro-batch where that pays.
+    The rows of an optimizer step do not depend on the number of ranks that made them. ``limit`` is the largest number
+    of rows of one rank (0: no limit): the oldest are dropped first. With ``normalizes``, ``fill`` normalizes
+    advantages. With ``shares_prompts``, rows with a common prefix share a micro-batch where that pays.
 
     >>> from openppo.tracking.metrics import Metrics
     >>> buffer = ReplayBuffer()
@@ -146,7 +145,7 @@ class ReplayBuffer:
         self.items = self.items[-self.limit :]  # all items if the limit is 0
 
     def fill(self, experiences: Iterable[Experience]) -> None:
-        """Replace the samples by those of a new rollout. Collective."""
+        """Replace the rows by those of a new rollout. Collective."""
         self.clear()
         for experience in experiences:
             self.append(experience)
@@ -154,7 +153,7 @@ class ReplayBuffer:
             self.normalize("advantages")
 
     def clear(self) -> None:
-        """Drop all samples."""
+        """Drop all rows."""
         self.items = []
 
     def normalize(self, name: str) -> None:
@@ -183,9 +182,9 @@ class ReplayBuffer:
         seed: int,
         micro_tokens: int | None = None,
     ) -> Iterator[MiniBatch]:
-        """Cut all ranks' samples into optimizer steps of ``batch_size``, shuffled for each epoch from ``seed``.
+        """Cut all ranks' rows into optimizer steps of ``batch_size``, shuffled for each epoch from ``seed``.
 
-        The last step of an epoch has the remaining samples. Micro-batches have ``micro_batch_size`` samples, or as many
+        The last step of an epoch has the remaining rows. Micro-batches have ``micro_batch_size`` rows, or as many
         as fit into ``micro_tokens`` with padding. Collective, with the same arguments.
         """
         items = self._gather_items()
@@ -197,7 +196,7 @@ class ReplayBuffer:
                 yield self._share(step, micro_batch_size, micro_tokens)
 
     def _gather_items(self) -> list[Experience]:
-        """The samples of all ranks, on this rank's device."""
+        """The rows of all ranks, on this rank's device."""
         if self.comm.world_size == 1:
             return self.items
 

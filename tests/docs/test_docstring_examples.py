@@ -16,10 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from openppo.config import ModelConfig, TrainPPOConfig
 from openppo.experience import ExperienceMaker
 from openppo.models import Actor, get_llm_for_sequence_regression
-from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
+from openppo.types import FinishReason, Prompt, SingleProcess
+from tests.samples import one_segment
 
 PACKAGE = Path(importlib.import_module("openppo").__path__[0])
 LAZY = ("openppo.models", "openppo.experience")
+NOUNS = ("openppo.types", "openppo.sample")
+"""Modules that define what ``openppo.types`` exports; others have tests of their own."""
 
 
 def assigned(tree: ast.Module) -> Iterator[tuple[str, str]]:
@@ -59,13 +62,12 @@ def documented() -> list[tuple[ModuleType, str]]:
         for package in LAZY
         for name in importlib.import_module(package).__all__
     ]
-    types = importlib.import_module("openppo.types")
     nouns = [
-        name
-        for name, value in vars(types).items()
-        if inspect.isclass(value) and value.__module__ == "openppo.types"
+        (importlib.import_module(value.__module__), name)
+        for name, value in vars(importlib.import_module("openppo.types")).items()
+        if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ in NOUNS
     ]
-    return places + [(types, name) for name in nouns]
+    return places + nouns
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +86,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def shared(tiny: str) -> dict[str, Any]:
     """Names that the examples may use beside those of their module: a model, a maker and two samples."""
-    trajectories = [
-        Trajectory(
+    samples = [
+        one_segment(
             token_ids=[5, 6, *response],
             action_mask=[False, False, True, True],
             log_probs=[0.0, 0.0, -3.4, -3.5],
@@ -106,7 +108,7 @@ def shared(tiny: str) -> dict[str, Any]:
         device=torch.device("cpu"),
         pad_token_id=0,
     )
-    return {"torch": torch, "tiny": tiny, "maker": maker, "trajectories": trajectories}
+    return {"torch": torch, "tiny": tiny, "maker": maker, "samples": samples}
 
 
 PLACES = documented()

@@ -1,4 +1,4 @@
-"""PPO in one process on policies that are tables: real trajectories, experience maker, buffer and optimizer steps.
+"""PPO in one process on policies that are tables: real samples, experience maker, buffer and optimizer steps.
 
 A game is played by hand; everything after it is what a run uses. Tokens 0 to A-1 are actions, those above are states.
 """
@@ -6,7 +6,7 @@ A game is played by hand; everything after it is what a run uses. Tokens 0 to A-
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol
 
@@ -21,7 +21,7 @@ from openppo.config import TrainPPOConfig
 from openppo.experience import ExperienceMaker, ReplayBuffer
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.replay_buffer import mini_batches
-from openppo.rollout.scores import write_scores
+from openppo.rollout.scores import scored
 from openppo.tracking import Metrics
 from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.critic_step import CriticStep
@@ -32,10 +32,11 @@ from openppo.types import (
     FinishReason,
     ModelInputs,
     Prompt,
+    Sample,
     Score,
     SingleProcess,
-    Trajectory,
 )
+from tests.samples import one_segment
 
 CPU = torch.device("cpu")
 PAD = 0
@@ -43,8 +44,8 @@ Choose = Callable[[int], int]
 """``choose(state)``: the policy's action after the token ``state``."""
 Rewards = Literal["score", "turns", "both"]
 """What is paid: the whole episode, its last turn, or a quarter for the whole and the others for the turn."""
-Form = Literal["episode", "parts", "response"]
-"""An agent's episode, as one trajectory or one for each turn; or a single response that is scored by step."""
+Form = Literal["episode", "segments", "response"]
+"""An agent's episode, as one segment or one for each turn; or a single response that is scored by step."""
 SETUP: Any = SimpleNamespace(
     renderer=SimpleNamespace(vision=None), options=SimpleNamespace(allow_image_urls=False)
 )
@@ -171,8 +172,8 @@ class Rollouts:
 
     def groups(
         self, chances: list[list[float]], n_groups: int, n_samples: int, version: int
-    ) -> Iterator[Trajectory]:
-        """Trajectories of ``n_groups`` prompts, each with the greedy ones beside it."""
+    ) -> Iterator[Sample]:
+        """Samples of ``n_groups`` prompts, each with the greedy one beside it."""
 
         def sampled(state: int) -> int:
             return self.rng.choices(range(self.game.n_actions), chances[state])[0]
@@ -180,34 +181,31 @@ class Rollouts:
         def greedy(state: int) -> int:
             return max(range(self.game.n_actions), key=lambda action: chances[state][action])
 
-        def played(prompt: int, choose: Choose) -> list[Trajectory]:
+        def played(prompt: int, choose: Choose) -> Sample:
             moves, total = self.game.play(prompt, choose)
             log_probs = [math.log(chances[move.state][move.action]) for move in moves]
-            return self.trajectories(
-                Sampled(moves, log_probs, group, version), Paid.of(total, self.rewards)
+            return self.sample(
+                Sampled(moves, log_probs, group, version=version), Paid.of(total, self.rewards)
             )
 
         prompts = sorted(self.game.right)
         for group in range(n_groups):
             prompt = prompts[group % len(prompts)]
-            best = tuple(played(prompt, greedy))
+            best = played(prompt, greedy)
             for _ in range(n_samples):
-                for trajectory in played(prompt, sampled):
-                    trajectory.greedy = best
-                    yield trajectory
+                yield replace(played(prompt, sampled), greedy=best)
 
-    def trajectories(self, sampled: Sampled, paid: Paid) -> list[Trajectory]:
+    def sample(self, sampled: Sampled, paid: Paid) -> Sample:
         """One episode or response."""
         if self.form == "response":
-            return [response(sampled, paid)]
+            return response(sampled, paid)
         return episode(sampled, paid, continues=self.form == "episode")
 
 
-def episode(sampled: Sampled, paid: Paid, continues: bool) -> list[Trajectory]:
+def episode(sampled: Sampled, paid: Paid, continues: bool) -> Sample:
     """An agent's episode with a turn for each move, which ``continues`` the tokens of the last or is rendered anew."""
-    session = Session(
-        SETUP, Task(Prompt("", [sampled.moves[0].state]), seed=0, group=sampled.group)
-    )
+    prompt = Prompt("", [sampled.moves[0].state])
+    session = Session(SETUP, Task(prompt, seed=0, group=sampled.group))
     read: list[int] = []
     parent = None
     for number, move in enumerate(sampled.moves):
@@ -224,14 +222,20 @@ def episode(sampled: Sampled, paid: Paid, continues: bool) -> list[Trajectory]:
         session.reward(paid.score)
     if paid.turn != 0:
         session.reward(paid.turn, session.turns[-1])
-    return segments(session, Episode([], Ending.COMPLETED, len(sampled.moves)))
+    return Sample(
+        prompt,
+        group=sampled.group,
+        segments=segments(session),
+        scores=dict(session.rewards),
+        episode=Episode([], Ending.COMPLETED, len(sampled.moves)),
+    )
 
 
-def response(sampled: Sampled, paid: Paid) -> Trajectory:
+def response(sampled: Sampled, paid: Paid) -> Sample:
     """A response with a step for each move; the token before each is the policy's own."""
     prompt = [sampled.moves[0].state]
     actions = [move.action for move in sampled.moves]
-    trajectory = Trajectory(
+    sample = one_segment(
         token_ids=prompt + actions,
         action_mask=[False] + [True] * len(actions),
         log_probs=[0.0, *sampled.log_probs],
@@ -241,8 +245,7 @@ def response(sampled: Sampled, paid: Paid) -> Trajectory:
         group=sampled.group,
     )
     steps = [0.0] * len(actions) + [paid.turn]
-    write_scores([trajectory], [Score({"reward": paid.score}, steps, trajectory.action_mask)])
-    return trajectory
+    return scored(sample, Score({"reward": paid.score}, steps, sample.last.action_mask))
 
 
 def train(

@@ -116,10 +116,10 @@ def test_every_cell_learns_the_action_that_pays_most(
 
 @pytest.mark.parametrize("rewards", ["turns", "both"])
 @pytest.mark.parametrize(("estimator", "normalizer"), CELLS)
-def test_episodes_in_parts_learn_to_go_on(
+def test_episodes_in_segments_learn_to_go_on(
     estimator: str, normalizer: str, rewards: Rewards
 ) -> None:
-    assert chance(estimator, normalizer, rewards, GAMES["go_on"], "parts") >= 0.95
+    assert chance(estimator, normalizer, rewards, GAMES["go_on"], "segments") >= 0.95
 
 
 @pytest.mark.parametrize("rewards", ["turns", "both"])

@@ -19,7 +19,7 @@ def write_checkpoint(folder: Path, **state: Any) -> Path:
     (folder / "state.json").write_bytes(content)
     described = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (folder / "manifest.json").write_text(
-        json.dumps({"format": 4, "step": 1, "files": {"state.json": described}})
+        json.dumps({"format": 5, "step": 1, "files": {"state.json": described}})
     )
     return folder
 
@@ -30,8 +30,8 @@ def test_the_newest_of_a_folder_of_checkpoints_is_taken(tmp_path):
         write_checkpoint(checkpoints / f"step_{step:08d}")
     (checkpoints / "latest").symlink_to("step_00000009")
     (checkpoints / ".step_100000001.partial").mkdir()
-    given = {"": "step_100000000", "step_00000010": "step_00000010", "latest": "step_00000009"}
-    assert {name: find_checkpoint(checkpoints / name).name for name in given} == given
+    expected = {"": "step_100000000", "step_00000010": "step_00000010", "latest": "step_00000009"}
+    assert {name: find_checkpoint(checkpoints / name).name for name in expected} == expected
     with pytest.raises(
         ValueError, match=f"there is no checkpoint of a training command; give {checkpoints}"
     ):

@@ -19,8 +19,9 @@ from transformers import AutoTokenizer
 from openppo.config import RewardConfig
 from openppo.models import get_llm_for_sequence_regression
 from openppo.rewards import RemoteScorer
-from openppo.types import FinishReason, ModelInputs, Prompt, Trajectory
+from openppo.types import FinishReason, ModelInputs, Prompt
 from tests.fork_server import PYTHON_PATH
+from tests.samples import one_segment
 
 
 @pytest.fixture
@@ -71,23 +72,33 @@ def test_a_server_scores_as_the_model_alone_for_our_client_too(model, tmp_path):
             rewards = json.load(answer)["rewards"]
         np.testing.assert_allclose(rewards, [score_alone(model, text) for text in read], atol=1e-5)
 
-        tokenizer, trajectories = AutoTokenizer.from_pretrained(model), []
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        samples = []
         for prompt, response in (
             ("how are you", " fine<eos>"),
             ("a", "<eos>"),
             ("hi", " there<eos>"),
         ):
             ids, prompt_ids = (tokenizer(text)["input_ids"] for text in (prompt + response, prompt))
-            n, of = len(ids), Prompt(prompt, prompt_ids)
-            trajectories.append(
-                Trajectory(ids, [True] * n, [0.0] * n, [0] * n, FinishReason.STOP, of, group=0)
+            n = len(ids)
+            sample = one_segment(
+                ids,
+                [True] * n,
+                log_probs=[0.0] * n,
+                versions=[0] * n,
+                finish_reason=FinishReason.STOP,
+                prompt=Prompt(prompt, prompt_ids),
+                group=0,
             )
+            samples.append(sample)
         options = {"remote_rm_token_file": str(tmp_path / "token"), "remote_rm_batch_size": 2}
         scorer = RemoteScorer(RewardConfig(remote_rm_url=f"{url}/get_reward", **options), tokenizer)
         scorer.check()
-        expected = [score_alone(model, tokenizer.decode(t.token_ids)) for t in trajectories]
+        expected = [
+            score_alone(model, tokenizer.decode(sample.last.token_ids)) for sample in samples
+        ]
         np.testing.assert_allclose(
-            [s.rewards["reward"] for s in scorer.score(trajectories)], expected, atol=1e-5
+            [score.rewards["reward"] for score in scorer.score(samples)], expected, atol=1e-5
         )
 
         process.send_signal(signal.SIGTERM)

@@ -1,17 +1,18 @@
-"""Trajectories by hand."""
+"""Samples by hand."""
 
 import pytest
 
-from openppo.types import FinishReason, Prompt, Trajectory
+from openppo.types import FinishReason, Prompt
+from tests.samples import one_segment
 
 
 @pytest.fixture
-def trajectory():
-    """Builds a trajectory from prompt ids, response ids and, unless all of the response is, what is an action."""
+def make_sample():
+    """Builds a sample of one segment from prompt ids, response ids and, unless all are, which of these are actions."""
 
     def make(prompt, response, actions=None, reason=FinishReason.STOP, **scores):
         mask = [False] * len(prompt) + [bool(a) for a in (actions or [1] * len(response))]
-        return Trajectory(
+        return one_segment(
             token_ids=prompt + response,
             action_mask=mask,
             log_probs=[-0.5 - 0.125 * t if is_action else 0.0 for t, is_action in enumerate(mask)],

@@ -64,17 +64,17 @@ def table(seed: int) -> Policy:
 STUDENT, TEACHER = table(1), table(2)
 
 
-def make(rows, **options):
+def make(samples, **options):
     """The maker's experiences of a run without rewards, its config and its metrics."""
     config = from_options(TrainPPOConfig, **DISTIL | options)
     maker = ExperienceMaker(STUDENT, None, TEACHER, config, SingleProcess(), CPU, PAD)
     metrics = Metrics()
-    return maker.make(rows, metrics), config, metrics.reduced(SingleProcess())
+    return maker.make(samples, metrics), config, metrics.reduced(SingleProcess())
 
 
-def gradient(rows, **options) -> Tensor:
-    """Gradient of one optimizer step on ``rows``, as a run takes it."""
-    experience, config, _ = make(rows, train_batch_size=len(rows), **options)
+def gradient(samples, **options) -> Tensor:
+    """Gradient of one optimizer step on ``samples``, as a run takes it."""
+    experience, config, _ = make(samples, train_batch_size=len(samples), **options)
     buffer = ReplayBuffer(SingleProcess(), normalizes=False)
     buffer.fill(experience)
     (batch,) = mini_batches(buffer, config, 0)
@@ -93,20 +93,21 @@ def by_autograd(loss: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("options", [{"gamma": 0.0}, K2_IN_THE_LOSS])
-def test_the_gradient_is_the_score_function_of_each_tokens_reverse_kl(trajectory, options):
-    rows = [trajectory([START], [0, 2]), trajectory([START], [1, 1, 0], [1, 0, 1])]
+def test_the_gradient_is_the_score_function_of_each_tokens_reverse_kl(make_sample, options):
+    samples = [make_sample([START], [0, 2]), make_sample([START], [1, 1, 0], [1, 0, 1])]
     log_p = STUDENT.logits.log_softmax(-1)
     log_q = TEACHER.logits.log_softmax(-1)
     loss, n_tokens = torch.zeros(()), 0
-    for row in rows:
-        for t, token in enumerate(row.token_ids):
-            if row.action_mask[t]:
-                state = row.token_ids[t - 1]
+    for sample in samples:
+        segment = sample.last
+        for t, token in enumerate(segment.token_ids):
+            if segment.action_mask[t]:
+                state = segment.token_ids[t - 1]
                 kl = (log_p[state, token] - log_q[state, token]).detach()
                 loss = loss + kl * log_p[state, token]
                 n_tokens += 1
 
-    torch.testing.assert_close(gradient(rows, **options), by_autograd(loss / n_tokens))
+    torch.testing.assert_close(gradient(samples, **options), by_autograd(loss / n_tokens))
 
 
 def kl_of_sequences() -> Tensor:
@@ -141,34 +142,34 @@ def kl_of_next_tokens() -> Tensor:
         (K2_IN_THE_LOSS, kl_of_next_tokens),
     ],
 )
-def test_its_expectation_is_the_exact_gradient_of_the_reverse_kl(trajectory, options, exact):
+def test_its_expectation_is_the_exact_gradient_of_the_reverse_kl(make_sample, options, exact):
     log_p = STUDENT.logits.detach().log_softmax(-1)
     expected = torch.zeros_like(log_p)
     for tokens in product(range(VOCAB), repeat=LENGTH):
         chance = log_p[[START, *tokens[:-1]], tokens].sum().exp()
-        mean = gradient([trajectory([START], list(tokens))], **options)  # over the tokens
+        mean = gradient([make_sample([START], list(tokens))], **options)  # over the tokens
         expected += chance * LENGTH * mean
     torch.testing.assert_close(expected, by_autograd(exact()), rtol=1e-4, atol=1e-5)
 
 
-def test_nothing_is_called_a_reward_where_there_is_none(trajectory):
-    _, _, metrics = make([trajectory([START], [0, 2]), trajectory([START], [1])])
+def test_nothing_is_called_a_reward_where_there_is_none(make_sample):
+    _, _, metrics = make([make_sample([START], [0, 2]), make_sample([START], [1])])
     assert [name for name in metrics if "reward" in name] == []
     assert "kl" in metrics
     assert "groups_without_signal" not in metrics
 
 
-def test_a_source_that_rewards_its_samples_is_refused(trajectory):
+def test_a_source_that_rewards_its_samples_is_refused(make_sample):
     with pytest.raises(ValueError, match=r"--reward_fn none.*right.*leave the flag out"):
-        make([trajectory([START], [0], right=1.0)])
+        make([make_sample([START], [0], right=1.0)])
 
 
-def test_the_held_out_kl_is_the_mean_log_ratio_of_action_tokens(trajectory):
-    rows = [trajectory([START], [0, 2]), trajectory([START], [1])]
+def test_the_held_out_kl_is_the_mean_log_ratio_of_action_tokens(make_sample):
+    samples = [make_sample([START], [0, 2]), make_sample([START], [1])]
     config = from_options(TrainPPOConfig, **DISTIL)
     maker = ExperienceMaker(STUDENT, None, TEACHER, config, SingleProcess(), CPU, PAD)
     metrics = Metrics()
-    measure_held_out_kl(maker, rows, metrics)
+    measure_held_out_kl(maker, samples, metrics)
 
     log_ratio = (STUDENT.logits.log_softmax(-1) - TEACHER.logits.log_softmax(-1)).detach()
     places = [(START, 0), (0, 2), (START, 1)]

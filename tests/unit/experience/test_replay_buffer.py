@@ -1,6 +1,7 @@
 """Rows come apart and together unchanged; the buffer normalizes over everything and deals out every sample once."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,8 +10,9 @@ import torch
 
 from openppo.experience import ReplayBuffer
 from openppo.experience.replay_buffer import collate, idle_experience, join_rows, split_rows
-from openppo.types import Experience, FinishReason, ModelInputs
+from openppo.types import Experience, FinishReason, ModelInputs, segments_of
 from tests.ranks import on_ranks
+from tests.samples import with_last
 
 N = 11
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -227,14 +229,16 @@ END = 2  # end of sequence, and what padding is filled with
 
 
 @pytest.fixture
-def batch(trajectory):
-    rows = [
-        trajectory([5, END, 6], [7, END], help=1.5),
-        trajectory([END], [END], help=2.0),
-        trajectory([END, 8], [9, 3, 3, END, 4], [1, 0, 0, 1, 1], FinishReason.LENGTH),
+def batch(make_sample):
+    last = make_sample([END, 8], [9, 3, 3, END, 4], [1, 0, 0, 1, 1], FinishReason.LENGTH)
+    log_probs = last.last.log_probs.copy()
+    log_probs[3] = -7.0  # written by an environment: left out
+    samples = [
+        make_sample([5, END, 6], [7, END], help=1.5),
+        make_sample([END], [END], help=2.0),
+        with_last(last, log_probs=log_probs),
     ]
-    rows[2].log_probs[3] = -7.0  # written by an environment: left out
-    return collate(rows, END).with_fields(scores=torch.tensor([1.25, 2.0, 0.0]))
+    return collate(samples, END).with_fields(scores=torch.tensor([1.25, 2.0, 0.0]))
 
 
 def test_fields_by_hand_though_pad_and_end_of_sequence_are_the_same_id(batch):
@@ -260,6 +264,18 @@ def test_fields_by_hand_though_pad_and_end_of_sequence_are_the_same_id(batch):
     assert all(
         tensor.dtype == dtypes.get(name, torch.float32) for name, tensor in batch.tensors().items()
     )
+
+
+def test_each_segment_of_a_sample_is_a_row_with_its_fraction_of_the_actions(make_sample):
+    first = make_sample([5], [7, 6, END], reason=FinishReason.LENGTH)
+    second = make_sample([5, 7], [END])
+    sample = replace(first, segments=segments_of([first, second]), weight=0.5)
+    batch = collate([sample, second], END)
+    assert batch.sequences.tolist() == [[5, 7, 6, END], [5, 7, END, END], [5, 7, END, END]]
+    assert batch.attention_mask.sum(-1).tolist() == [4, 3, 3]
+    assert batch.truncated.tolist() == [True, False, False]
+    assert batch.weight.tolist() == [0.5, 0.5, 1.0]
+    assert batch.fraction.tolist() == [0.75, 0.25, 1.0]
 
 
 def test_rows_apart_have_no_padding_and_together_are_the_same_batch(batch):

@@ -1,6 +1,5 @@
 """Rewards of steps and tokens with estimators that compare responses: by hand and by a naive loop."""
 
-import dataclasses
 import math
 import random
 import statistics
@@ -12,7 +11,8 @@ from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
-from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
+from openppo.types import FinishReason, Prompt, SingleProcess
+from tests.samples import one_segment, with_last
 
 WHOLE = ["reinforce_baseline", "rloo", "dr_grpo", "remax"]
 RUNNING = {"normalize_reward": True, "reward_normalizer": "running"}
@@ -21,7 +21,7 @@ REQUIRED = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "n_samples
 
 
 def maker(name, reference=None, critic=None, **options):
-    """Without an actor: log-probs are those of the trajectories."""
+    """Without an actor: log-probs are those of the samples."""
     config = from_options(TrainPPOConfig, **REQUIRED, advantage_estimator=name, **options)
     where = SingleProcess(), torch.device("cpu")
     return ExperienceMaker(lambda *_: None, critic, reference, config, *where, pad_token_id=0)
@@ -34,20 +34,29 @@ def response(steps, score=0.0, group=0, after=0, greedy=None):
         rewards += [0.0] * (n_tokens - 1) + [reward]
         ends += [False] * (n_tokens - 1) + [True]
     n = len(rewards) - 1 + after
-    lists = [3] * (n + 1), [False] + [True] * n, [0.0] + [-1.0] * n, [-1] + [0] * n
-    made = Trajectory(*lists, FinishReason.STOP, Prompt("", [3]), group, scores={"score": score})
-    made.greedy = () if greedy is None else (greedy,)
-    made.token_rewards, made.step_ends = rewards + [0.0] * after, ends + [False] * after
-    return made
+    return one_segment(
+        token_ids=[3] * (n + 1),
+        action_mask=[False] + [True] * n,
+        log_probs=[0.0] + [-1.0] * n,
+        versions=[-1] + [0] * n,
+        finish_reason=FinishReason.STOP,
+        prompt=Prompt("", [3]),
+        group=group,
+        token_rewards=rewards + [0.0] * after,
+        step_ends=ends + [False] * after,
+        scores={"score": score},
+        greedy=greedy,
+    )
 
 
-def experience_of(one, rows):
-    return one.make(Rollout(rows, Metrics()), Metrics())
+def experience_of(one, samples):
+    return one.make(Rollout(samples, Metrics()), Metrics())
 
 
-def advantages(name, rows, **options):
+def advantages(name, samples, **options):
     """Of the actions of each response."""
-    return [row.advantages[0, 1:].tolist() for row in experience_of(maker(name, **options), rows)]
+    rows = experience_of(maker(name, **options), samples)
+    return [row.advantages[0, 1:].tolist() for row in rows]
 
 
 HALF, TWO = math.sqrt(0.5), math.sqrt(2.25)
@@ -71,18 +80,15 @@ BY_HAND = {
         [[0.0, 0.0], [0.0]],
     ),
     "each token is a step": (
-        [
-            dataclasses.replace(response([(1, 1.0), (1, last)]), step_ends=None)
-            for last in (0.0, 1.0)
-        ],
+        [with_last(response([(1, 1.0), (1, last)]), step_ends=None) for last in (0.0, 1.0)],
         [[-1, -1.5], [1, 0.5]],
     ),
 }
 
 
-@pytest.mark.parametrize(("rows", "expected"), BY_HAND.values(), ids=BY_HAND)
-def test_group_norm_by_hand(rows, expected):
-    assert advantages("group_norm", rows) == [pytest.approx(row, abs=1e-6) for row in expected]
+@pytest.mark.parametrize(("samples", "expected"), BY_HAND.values(), ids=BY_HAND)
+def test_group_norm_by_hand(samples, expected):
+    assert advantages("group_norm", samples) == [pytest.approx(row, abs=1e-6) for row in expected]
 
 
 def test_rewards_normalized_by_group_are_penalized_and_clipped_before_gae():
@@ -90,13 +96,15 @@ def test_rewards_normalized_by_group_are_penalized_and_clipped_before_gae():
     one = maker(
         "gae", critic=lambda inputs: torch.full(inputs.sequences.shape, 0.5), **BY_GROUP, **options
     )
-    rows = [
+    samples = [
         response([], score, group, after=2)
         for score, group in ((3.0, 7), (5.0, 8), (1.0, 7), (5.0, 8))
     ]
-    rows[2].finish_reason = rows[3].finish_reason = FinishReason.LENGTH
+    cut = [with_last(sample, finish_reason=FinishReason.LENGTH) for sample in samples[2:]]
+    samples = [*samples[:2], *cut]
     metrics = Metrics()
-    found = [row.advantages[0, 1:].tolist() for row in one.make(Rollout(rows, metrics), metrics)]
+    rows = one.make(Rollout(samples, metrics), metrics)
+    found = [row.advantages[0, 1:].tolist() for row in rows]
     shaped = [HALF, 0.0, -0.9, -0.25]  # 3 and 1: mean 2, std sqrt 2, and -HALF - 0.25 is clipped
     assert found == [pytest.approx([reward - 0.5] * 2) for reward in shaped]
     reduced = metrics.reduced(SingleProcess())
@@ -109,16 +117,17 @@ def test_rewards_normalized_by_group_are_penalized_and_clipped_before_gae():
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_others_give_each_action_the_whole_advantage(name):
     greedy = response([(1, 0.75)], 0.5)
-    rows = [
+    samples = [
         response([(2, 0.5), (1, 0.25)], 1.0, after=1, greedy=greedy),
         response([(1, 0.5)], greedy=greedy),
+        response([(1, 1.0), (1, 0.0)], 2.0, greedy=greedy),
     ]
-    rows.append(response([(1, 1.0), (1, 0.0)], 2.0, greedy=greedy))
     baselines = {"rloo": [1.75, 2.375, 1.125], "remax": [1.25] * 3}.get(name, [1.75] * 3)
-    for row, total, baseline, found in zip(
-        rows, [1.75, 0.5, 3.0], baselines, advantages(name, rows), strict=True
+    for sample, total, baseline, found in zip(
+        samples, [1.75, 0.5, 3.0], baselines, advantages(name, samples), strict=True
     ):
-        assert found == pytest.approx([total - baseline] * (len(row.token_ids) - 1), abs=1e-6)
+        n_actions = len(sample.last.token_ids) - 1
+        assert found == pytest.approx([total - baseline] * n_actions, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["group_norm", *WHOLE])
@@ -131,59 +140,58 @@ def test_equal_responses_have_no_advantage_anywhere(name):
     )
 
 
-def naive(rows, gamma):
+def naive(samples, gamma):
     """Process supervision, one group, response and token after the other."""
     result = []
-    for row in rows:
-        group = [t for t in rows if t.group == row.group]
-        scores, steps = (
-            [t.scores["score"] for t in group],
-            [r for t in group for r in t.step_rewards],
-        )
+    for sample in samples:
+        group = [other for other in samples if other.group == sample.group]
+        scores = [other.scores["score"] for other in group]
+        steps = [reward for other in group for reward in other.last.step_rewards]
         std = math.sqrt(statistics.variance(scores) + statistics.variance(steps))
-        to_go, found = (
-            (row.scores["score"] - statistics.fmean(scores)) / std,
-            [0.0] * len(row.token_ids),
-        )
-        actions = [t for t, is_action in enumerate(row.action_mask) if is_action]
+        to_go = (sample.scores["score"] - statistics.fmean(scores)) / std
+        segment = sample.last
+        returns = [0.0] * len(segment.token_ids)
+        actions = [t for t, is_action in enumerate(segment.action_mask) if is_action]
         for t in reversed(actions):
             to_go *= 1 if t == actions[-1] else gamma
-            if row.step_ends[t]:
-                to_go += (row.token_rewards[t] - statistics.fmean(steps)) / std
-            found[t] = to_go
-        result.append(found[1:])
+            if segment.step_ends[t]:
+                to_go += (segment.token_rewards[t] - statistics.fmean(steps)) / std
+            returns[t] = to_go
+        result.append(returns[1:])
     return result
 
 
 def many():
     """Three groups of unequal size in any order; unequal lengths, tokens of an environment, steps that end there."""
     rng = random.Random(1)
-    rows = []
+    samples = []
     for i in range(15):
         steps = [(rng.randint(1, 3), rng.random()) for _ in range(rng.randint(1, 5))]
-        row = response(steps, rng.random(), group=100 * (i % 3), after=rng.randint(0, 3))
-        row.action_mask[1:-1] = [rng.random() < 0.8 for _ in row.token_ids[1:-1]]
-        row.finish_reason = rng.choice(list(FinishReason))
-        rows.append(row)
-    rng.shuffle(rows)
-    return rows
+        sample = response(steps, rng.random(), group=100 * (i % 3), after=rng.randint(0, 3))
+        mask = sample.last.action_mask
+        between = [rng.random() < 0.8 for _ in mask[1:-1]]
+        action_mask = [*mask[:1], *between, *mask[-1:]]
+        finish_reason = rng.choice(list(FinishReason))
+        samples.append(with_last(sample, action_mask=action_mask, finish_reason=finish_reason))
+    rng.shuffle(samples)
+    return samples
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_process_supervision_equals_a_naive_loop(gamma):
-    rows = many()
+    samples = many()
     for found, expected in zip(
-        advantages("group_norm", rows, gamma=gamma), naive(rows, gamma), strict=True
+        advantages("group_norm", samples, gamma=gamma), naive(samples, gamma), strict=True
     ):
         assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_kl_penalty_stays_at_its_token():
-    rows = [response([(2, 1.0), (1, 0.0)]), response([(1, 1.0), (2, 1.0)])]
+    samples = [response([(2, 1.0), (1, 0.0)]), response([(1, 1.0), (2, 1.0)])]
     options: dict = {
         "reference": lambda inputs, actions: -1.5 * actions
     }  # the engine's log-probs are -1
-    found = advantages("group_norm", rows, init_kl_coef=0.25, **options)[0]
+    found = advantages("group_norm", samples, init_kl_coef=0.25, **options)[0]
     assert found == pytest.approx(
         [a - 0.25 * 0.5 * n for a, n in zip([-1.0, -1.0, -1.5], (3, 2, 1), strict=True)]
     )
@@ -196,12 +204,12 @@ STEPS = [(1, 1.0), (1, 0.0)], [(1, 1.0), (1, 1.0)]
 @pytest.mark.parametrize("options", [RUNNING, BY_GROUP], ids=["running", "group"])
 def test_normalizers_divide_steps_and_centre_the_whole_reward(scores, options):
     """Centring each step instead would reward responses by their number of steps."""
-    rows = [response(steps, score, after=1) for steps, score in zip(STEPS, scores, strict=True)]
+    samples = [response(steps, score, after=1) for steps, score in zip(STEPS, scores, strict=True)]
     whole = [1.0 + scores[0], 2.0 + scores[1]]
     deviation = statistics.pstdev if options is RUNNING else statistics.stdev
     mean, std = statistics.fmean(whole), deviation(whole)
     for row, steps, score in zip(
-        experience_of(maker("reinforce", **options), rows), STEPS, scores, strict=True
+        experience_of(maker("reinforce", **options), samples), STEPS, scores, strict=True
     ):
         expected = [reward / std for _, reward in steps] + [(score - mean) / std]
         assert row.rewards[0, 1:].tolist() == pytest.approx(expected, rel=1e-5)
@@ -209,10 +217,10 @@ def test_normalizers_divide_steps_and_centre_the_whole_reward(scores, options):
 
 def test_remax_compares_with_a_greedy_response_normalized_alike():
     greedy = response([(1, 0.5)], 2.0)
-    rows = [
+    samples = [
         response(steps, score, greedy=greedy)
         for steps, score in zip(STEPS, (3.0, 1.0), strict=True)
     ]
     std = math.sqrt(statistics.pvariance([4.0, 3.0]) + 1e-8)
-    found = [row[0] * std for row in advantages("remax", rows, **RUNNING)]
+    found = [row[0] * std for row in advantages("remax", samples, **RUNNING)]
     assert found == pytest.approx([4.0 - 2.5, 3.0 - 2.5], abs=1e-6)

@@ -1,28 +1,26 @@
-"""Trajectories in one call; only their tokens, texts and labels matter to rewards."""
+"""Samples in one call; only their tokens, texts and labels matter to rewards."""
 
 import dataclasses
 
 import pytest
 import torch
 
-from openppo.types import Ending, Episode, FinishReason, Prompt, Trajectory
+from openppo.types import Completion, Ending, Episode, FinishReason, Prompt, Sample
+from tests.samples import one_segment
 
 
 @pytest.fixture(scope="session")
-def make_trajectory():
-    """``make_trajectory(prompt_ids, response_ids, text=, label=, row=, messages=, truncated=)``."""
+def make_sample():
+    """``make_sample(prompt_ids, response_ids, text=, label=, row=, messages=, truncated=)``."""
 
     def make(prompt_ids, response_ids, text="ask", truncated=False, **prompt):
-        n_prompt, n_response = len(prompt_ids), len(response_ids)
-        return Trajectory(
-            token_ids=prompt_ids + response_ids,
-            action_mask=[False] * n_prompt + [True] * n_response,
-            log_probs=[0.0] * (n_prompt + n_response),
-            versions=[0] * (n_prompt + n_response),
+        completion = Completion(
+            response_ids,
+            log_probs=[0.0] * len(response_ids),
+            versions=[0] * len(response_ids),
             finish_reason=FinishReason.LENGTH if truncated else FinishReason.STOP,
-            prompt=Prompt(text, prompt_ids, **prompt),
-            group=0,
         )
+        return Sample.of_response(Prompt(text, prompt_ids, **prompt), completion, group=0)
 
     return make
 
@@ -35,13 +33,13 @@ def score_by_transformers(classifier, ids):
 
 
 @pytest.fixture(scope="session")
-def two(make_trajectory):
+def two(make_sample):
     """Prompts "ab" and "a", responses "cd" and "", ended by <eos>, with labels and two columns."""
     first = {"question": "ab", "answer": "4"}
     second = {"question": "a", "answer": "5"}
     return [
-        make_trajectory([4, 5], [6, 7, 1], text="ab", label=1, row=first),
-        make_trajectory([4], [1], text="a", label={"answer": 2}, row=second),
+        make_sample([4, 5], [6, 7, 1], text="ab", label=1, row=first),
+        make_sample([4], [1], text="a", label={"answer": 2}, row=second),
     ]
 
 
@@ -51,7 +49,22 @@ def game():
     ids = [4, 5, 6, 7, 8, 9, 6, 29, 7, 1]
     mask = [False, False, True, True, False, False, True, True, True, True]
     prompt = Prompt("ab", [4, 5], label="cd\nczd")
-    return Trajectory(ids, mask, [0.0] * 10, [0] * 10, FinishReason.STOP, prompt, group=0)
+    return one_segment(
+        ids,
+        mask,
+        log_probs=[0.0] * 10,
+        versions=[0] * 10,
+        finish_reason=FinishReason.STOP,
+        prompt=prompt,
+        group=0,
+    )
+
+
+@pytest.fixture
+def cut_game(game, make_sample):
+    """``game`` after an earlier segment of its sample, a response of two steps to another prompt."""
+    earlier = make_sample([9], [10, 29, 11, 1]).last
+    return dataclasses.replace(game, segments=[earlier, *game.segments])
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "e"}'}}
@@ -62,7 +75,7 @@ def episode(game):
     """``game`` as an agent's: the prompt is a chat that has an answer, "cd" calls a tool, whose result is "ef"."""
     asked = [{"role": "assistant", "content": "h"}, {"role": "user", "content": "ab"}]
     called = {"role": "assistant", "content": "cd", "tool_calls": [CALL]}
-    rest = [{"role": "tool", "content": "ef"}, {"role": "assistant", "content": "czd"}]
-    played = Episode([*asked, called, *rest], Ending.COMPLETED, n_turns=2)
+    after = [{"role": "tool", "content": "ef"}, {"role": "assistant", "content": "czd"}]
+    played = Episode([*asked, called, *after], Ending.COMPLETED, n_turns=2)
     prompt = dataclasses.replace(game.prompt, messages=asked, label="czd")
     return dataclasses.replace(game, prompt=prompt, episode=played)

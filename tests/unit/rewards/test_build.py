@@ -81,23 +81,29 @@ def build(folder):
         source.validate()
         actor = str(folder / "actor")
         loading = {"bf16": False, "flash_attn": False, "trust_remote_code": False}
-        given = source, AutoTokenizer.from_pretrained(actor)
-        run = InferenceStrategy(False), prompts, actor, MicroBatchSize(2), loading
-        return ScorerSetup(*given, *run, normalize=normalize, function_flag=function_flag).build()
+        return ScorerSetup(
+            source,
+            AutoTokenizer.from_pretrained(actor),
+            InferenceStrategy(False),
+            prompts=prompts,
+            actor=actor,
+            size=MicroBatchSize(2),
+            loading=loading,
+            normalize=normalize,
+            function_flag=function_flag,
+        ).build()
 
     return run
 
 
 @pytest.fixture
-def trajectory(make_trajectory):
+def sample_of(make_sample):
     """A finished response, in the actor's tokens."""
     prompt = {"text": "ab", "label": "c", "row": {"answer": "c"}}
-    return lambda text: make_trajectory(
-        [3, 4], [*(3 + LETTERS.index(c) for c in text), 1], **prompt
-    )
+    return lambda text: make_sample([3, 4], [*(3 + LETTERS.index(c) for c in text), 1], **prompt)
 
 
-def test_a_single_source_gives_a_reward_named_reward(build, trajectory):
+def test_a_single_source_gives_a_reward_named_reward(build, sample_of):
     for kind, options in (
         (FunctionScorer, {"reward_fn": "M/f.py"}),
         (FunctionScorer, {"remote_rm_url": "M/openrlhf.py"}),
@@ -106,35 +112,35 @@ def test_a_single_source_gives_a_reward_named_reward(build, trajectory):
     ):
         scorer = build(**options)
         assert isinstance(scorer, kind)
-        assert list(scorer.score([trajectory("c")])[0].rewards) == ["reward"]
+        assert list(scorer.score([sample_of("c")])[0].rewards) == ["reward"]
 
 
-def test_weights_decide_whether_keys_beside_a_score_are_rewards(build, trajectory, folder):
+def test_weights_decide_whether_keys_beside_a_score_are_rewards(build, sample_of, folder):
     named = {(): {"reward": -1}, ("score=2",): {"score": -1}, ("acc=2",): {"score": -1, "acc": 0}}
     for weights, rewards in named.items():
-        (score,) = build(reward_fn="M/dapo.py", reward_weights=weights).score([trajectory("c")])
+        (score,) = build(reward_fn="M/dapo.py", reward_weights=weights).score([sample_of("c")])
         assert (score.rewards, score.notes) == (rewards, {"pred": "c"})
     (score,) = build(reward_fn="M/dapo.py", verifiable_reward=("exact_match",)).score(
-        [trajectory("c")]
+        [sample_of("c")]
     )
     assert score.rewards == {"reward_fn": -1, "exact_match": 1}
     scorer = build(reward_fn="M/dapo.py", function_flag="--eval_reward_fn")
     assert scorer.weighted is None, "evaluations have none"
 
 
-def test_compute_score_is_found_and_runs_in_processes(build, trajectory):
+def test_compute_score_is_found_and_runs_in_processes(build, sample_of):
     scorer = build(reward_fn="M/dapo.py", reward_workers=1)
     assert scorer.function.processes is not None
-    assert scorer.score([trajectory("cd")])[0].notes == {"pred": "cd"}
+    assert scorer.score([sample_of("cd")])[0].notes == {"pred": "cd"}
 
 
-def test_several_sources_are_named_by_their_kind(build, trajectory):
+def test_several_sources_are_named_by_their_kind(build, sample_of):
     files = {"reward_fn": "M/f.py", "remote_rm_url": "M/openrlhf.py", "reward_pretrain": "M/same"}
     scorer = build(**files, verifiable_reward=("exact_match", "length"), verify_length=4)
     assert isinstance(scorer, CombinedScorer)
     assert scorer.collective
-    (score,) = scorer.score([trajectory("c")])
-    alone = build(reward_pretrain="M/same").score([trajectory("c")])[0].rewards["reward"]
+    (score,) = scorer.score([sample_of("c")])
+    alone = build(reward_pretrain="M/same").score([sample_of("c")])[0].rewards["reward"]
     expected = {"reward_fn": 1.0, "remote": len("abc<eos>"), "exact_match": 1.0, "length": 0.5}
     assert score.rewards == expected | {"reward_model": pytest.approx(alone)}
 
@@ -151,35 +157,35 @@ def test_several_sources_are_named_by_their_kind(build, trajectory):
     ],
 )
 def test_a_reward_model_reads_the_policys_ids_or_its_own(
-    model, ids, log, build, folder, caplog, trajectory
+    model, ids, log, build, folder, caplog, sample_of
 ):
     caplog.set_level(logging.INFO, "openppo")
-    (score,) = build(reward_pretrain=f"M/{model}").score([trajectory("cd")])
+    (score,) = build(reward_pretrain=f"M/{model}").score([sample_of("cd")])
     raw = score_by_transformers(
         LlamaForSequenceClassification.from_pretrained(folder / model).eval(), ids
     )
     assert score.rewards["reward"] == pytest.approx(raw, abs=1e-5)
     assert log in caplog.text
-    (score,) = build(reward_pretrain=f"M/{model}", normalize=True).score([trajectory("cd")])
+    (score,) = build(reward_pretrain=f"M/{model}", normalize=True).score([sample_of("cd")])
     assert score.rewards["reward"] == pytest.approx((raw - 2.0) / 4.0, abs=1e-5), (
         "the model's own mean and std"
     )
 
 
 def test_a_sample_beyond_the_context_is_cut_at_the_front_and_logged(
-    build, folder, caplog, trajectory
+    build, folder, caplog, sample_of
 ):
-    sample = trajectory("c" * 20 + "d" * 20)
+    sample = sample_of("c" * 20 + "d" * 20)
     (score,) = build(reward_pretrain="M/same").score([sample])
     model = LlamaForSequenceClassification.from_pretrained(folder / "same").eval()
     assert score.rewards["reward"] == pytest.approx(
-        score_by_transformers(model, sample.token_ids[-32:]), abs=1e-5
+        score_by_transformers(model, sample.last.token_ids[-32:]), abs=1e-5
     )
     assert f"--reward_pretrain {folder}/same reads 32 tokens, but prompt 'ab' has 43" in caplog.text
 
 
-def test_a_sample_that_the_template_refuses_is_named(build, make_trajectory):
-    sample = make_trajectory([4], [5, 1], messages=[{"role": "judge", "content": "a"}])
+def test_a_sample_that_the_template_refuses_is_named(build, make_sample):
+    sample = make_sample([4], [5, 1], messages=[{"role": "judge", "content": "a"}])
     with pytest.raises(
         ValueError,
         match="^--reward_pretrain .*: prompt 'ask': the chat template refuses .*: no judge",
@@ -187,19 +193,19 @@ def test_a_sample_that_the_template_refuses_is_named(build, make_trajectory):
         build(reward_pretrain="M/other").score([sample])
 
 
-def test_a_functions_options_reach_it(build, folder, trajectory):
+def test_a_functions_options_reach_it(build, folder, sample_of):
     (folder / "steps.py").write_text(
         "def reward_fn(response):\n    return [1.0] * response.count('z') if response else 1 / 0\n"
     )
     options = {"step_separator": "z", "reward_error_value": -3.0, "reward_weights": ("reward=0.5",)}
     scorer = build(reward_fn="M/steps.py", **options, reward_workers=2, reward_timeout=60.0)
     assert (scorer.function.processes.n, scorer.function.processes.seconds) == (2, 60.0)
-    first, second = scorer.score([trajectory("azbz"), trajectory("")])
+    first, second = scorer.score([sample_of("azbz"), sample_of("")])
     assert first.token_rewards == [*[0.0] * len(PROMPTS[0].token_ids), 0.5, 0.0, 0.5, 0.0, 0.0]
     assert (second.rewards, second.failed) == ({"reward": -3.0}, True)
     alone = build(reward_fn="M/steps.py", **options)
     assert alone.function.processes is None
-    assert alone.score([trajectory("azbz"), trajectory("")]) == [first, second]
+    assert alone.score([sample_of("azbz"), sample_of("")]) == [first, second]
 
 
 CHAT = Prompt("ab", [3, 4], messages=[{"role": "user", "content": "ab"}])

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from openppo.rewards import FunctionScorer, RewardFunction, start_scoring
-from openppo.rewards.function_values import make_samples
+from openppo.rewards.function_values import values_of
 from openppo.types import Prompt, Score
 from openppo.user_code import load_callable
 
@@ -49,10 +49,17 @@ def test_the_file_is_a_module_like_any_other(tmp_path):
 
 
 @pytest.fixture
-def call(two, make_tokenizer):
-    """Calls a function with the samples of ``two``, or the first of them, and returns what it returns."""
-    samples = make_samples(two, make_tokenizer())
-    return lambda function, n=2: RewardFunction(function, "--reward_fn f.py", COLUMNS)(samples[:n])
+def all_values(make_tokenizer):
+    """Values of several samples."""
+    tokenizer = make_tokenizer()
+    return lambda samples: [values_of(sample, tokenizer) for sample in samples]
+
+
+@pytest.fixture
+def call(two, all_values):
+    """Calls a function with the values of ``two``, or of its first, and returns what it returns."""
+    values = all_values(two)
+    return lambda function, n=2: RewardFunction(function, "--reward_fn f.py", COLUMNS)(values[:n])
 
 
 BATCH = {
@@ -94,10 +101,10 @@ def test_a_function_gets_what_its_parameters_name(call):
         rows,
         *others[:2],
     ]
-    given = call(
+    arguments = call(
         lambda query, row, messages, token_ids, turns: [query, row, messages, token_ids, turns], 1
     )
-    assert given == list(SINGLE.values())[4:-3]
+    assert arguments == list(SINGLE.values())[4:-3]
     assert call(lambda completions, answer: (completions, answer)) == (["cd", ""], ["4", "5"])
     assert call(Judge(), 1) == ("cd", "4")
     assert call(functools.partial(Judge(), answer="6"), 1) == ("cd", "4"), (
@@ -106,36 +113,36 @@ def test_a_function_gets_what_its_parameters_name(call):
     assert call(lambda response, missing=7: (response, missing), 1) == ("cd", 7)
 
 
-def test_keyword_arguments_get_everything_as_trl_passes_it(call, make_trajectory, make_tokenizer):
-    given = call(
+def test_keyword_arguments_get_everything_as_trl_passes_it(call, make_sample, all_values):
+    arguments = call(
         lambda prompts, completions, **kwargs: {
             "prompts": prompts,
             "completions": completions,
             **kwargs,
         }
     )
-    assert given == {**BATCH, "question": ["ab", "a"], "answer": ["4", "5"]}
-    given = call(lambda response, **kwargs: {"response": response, **kwargs}, 1)
-    assert given == {**SINGLE, "question": "ab", "answer": "4"}
-    rows = [make_trajectory([4], [5, 1], row=row) for row in ({"answer": 1}, {"hint": 2})]
+    assert arguments == {**BATCH, "question": ["ab", "a"], "answer": ["4", "5"]}
+    arguments = call(lambda response, **kwargs: {"response": response, **kwargs}, 1)
+    assert arguments == {**SINGLE, "question": "ab", "answer": "4"}
+    samples = [make_sample([4], [5, 1], row=row) for row in ({"answer": 1}, {"hint": 2})]
     function = RewardFunction(lambda responses, **kwargs: kwargs, "f", ["answer", "hint"])
-    given = function(make_samples(rows, make_tokenizer()))
-    assert (given["answer"], given["hint"]) == ([1, None], [None, 2]), (
+    arguments = function(all_values(samples))
+    assert (arguments["answer"], arguments["hint"]) == ([1, None], [None, 2]), (
         "a row without the column gives None"
     )
 
 
 def test_a_function_is_told_the_data_source_unless_a_column_has_its_name(
-    make_trajectory, make_tokenizer, caplog
+    make_sample, all_values, caplog
 ):
-    rows = [
-        make_trajectory([4], [5, 1], source=name, row={"source": name[0]})
+    samples = [
+        make_sample([4], [5, 1], source=name, row={"source": name[0]})
         for name in ("a.jsonl", "b.jsonl")
     ]
-    samples = make_samples(rows, make_tokenizer())
+    values = all_values(samples)
 
     def of(function, columns=()):
-        return RewardFunction(function, "--reward_fn f.py", columns)(samples)
+        return RewardFunction(function, "--reward_fn f.py", columns)(values)
 
     caplog.set_level(logging.INFO, "openppo")
     assert of(lambda responses, sources: sources) == ["a.jsonl", "b.jsonl"]
@@ -161,21 +168,20 @@ def compute_scores(data_sources, solution_strs, ground_truths, extra_infos):
     ]
 
 
-def test_rewards_of_tools_are_seen_by_tool(episode, two, make_tokenizer):
+def test_rewards_of_tools_are_seen_by_tool(episode, two, all_values):
     earned = {"grade": [-0.05, 1.0], "look": [0.5]}
     played = dataclasses.replace(
         episode, episode=dataclasses.replace(episode.episode, tool_rewards=earned)
     )
-    samples = make_samples([played, two[0]], make_tokenizer())
-    assert RewardFunction(lambda responses, tool_rewards: tool_rewards, "f", ())(samples) == [
+    values = all_values([played, two[0]])
+    assert RewardFunction(lambda responses, tool_rewards: tool_rewards, "f", ())(values) == [
         earned,
         {},
     ]
     change = RewardFunction(lambda response, tool_rewards: tool_rewards["grade"].pop(), "f", ())
-    assert [change(samples[:1]), change(samples[:1])] == [1.0, 1.0], "of copies"
-    column = make_samples(
-        [dataclasses.replace(two[0], prompt=Prompt("", [4], row={"tool_rewards": 7}))],
-        make_tokenizer(),
+    assert [change(values[:1]), change(values[:1])] == [1.0, 1.0], "of copies"
+    column = all_values(
+        [dataclasses.replace(two[0], prompt=Prompt("", [4], row={"tool_rewards": 7}))]
     )
     assert (
         RewardFunction(lambda response, tool_rewards: tool_rewards, "f", ["tool_rewards"])(column)
@@ -184,29 +190,27 @@ def test_rewards_of_tools_are_seen_by_tool(episode, two, make_tokenizer):
 
 
 @pytest.fixture
-def of_verl(make_trajectory, make_tokenizer):
-    """Samples of a row in verl's form, and of one without its columns."""
+def of_verl(make_sample, all_values):
+    """Values for a row in verl's form, and for one without its columns."""
     verl = {"data_source": "openai/gsm8k", "extra_info": {"index": 3}}
-    first = make_trajectory([4], [5, 6, 1], label="7", row=verl, source="train.parquet")
-    second = make_trajectory([4], [7, 1], label=8, row={"extra_info": None}, source="own.jsonl")
-    return make_samples([first, second], make_tokenizer())
+    first = make_sample([4], [5, 6, 1], label="7", row=verl, source="train.parquet")
+    second = make_sample([4], [7, 1], label=8, row={"extra_info": None}, source="own.jsonl")
+    return all_values([first, second])
 
 
 @pytest.mark.parametrize(
     ("column", "value"), [('{"index": 3}', {"index": 3}), ("7", "7"), ("{", "{")]
 )
-def test_extra_info_is_an_object_also_as_json_text(column, value, make_trajectory, make_tokenizer):
-    (sample,) = make_samples(
-        [make_trajectory([4], [5, 1], row={"extra_info": column})], make_tokenizer()
-    )
-    assert sample["extra_info"] == value
+def test_extra_info_is_an_object_also_as_json_text(column, value, make_sample, make_tokenizer):
+    sample = make_sample([4], [5, 1], row={"extra_info": column})
+    assert values_of(sample, make_tokenizer())["extra_info"] == value
 
 
 @pytest.mark.parametrize("columns", [(), ("data_source", "extra_info")])
 def test_functions_of_verl_get_their_parameters_by_name(columns, of_verl):
     expected = [["openai/gsm8k", "bc", "7", {"index": 3}], ["own.jsonl", "d", 8, {}]]
     single = RewardFunction(compute_score, "f", columns)
-    assert [single([sample]) for sample in of_verl] == expected
+    assert [single([values]) for values in of_verl] == expected
     assert RewardFunction(compute_scores, "f", columns)(of_verl) == expected
 
     def with_others(data_source, solution_str, ground_truth, extra_info, **kwargs):
@@ -216,12 +220,10 @@ def test_functions_of_verl_get_their_parameters_by_name(columns, of_verl):
     assert RewardFunction(with_others, "f", columns)(of_verl[:1]) == expected[0]
 
 
-def test_columns_with_names_of_verl_go_first(make_trajectory, make_tokenizer, caplog):
+def test_columns_with_names_of_verl_go_first(make_sample, all_values, caplog):
     caplog.set_level(logging.INFO, "openppo")
-    samples = make_samples(
-        [make_trajectory([4], [5, 1], label=1, row={"ground_truth": 2})], make_tokenizer()
-    )
-    assert RewardFunction(compute_score, "f", ["ground_truth"])(samples) == ["", "b", 2, {}]
+    values = all_values([make_sample([4], [5, 1], label=1, row={"ground_truth": 2})])
+    assert RewardFunction(compute_score, "f", ["ground_truth"])(values) == ["", "b", 2, {}]
     assert caplog.messages == ["f: ground_truth is a column of the data here, and gets its values"]
 
 
@@ -249,7 +251,7 @@ def test_parameters_that_nothing_is_known_for_are_an_error(function, message):
     assert "or prompt, response, completion, label, query, row" in str(error.value)
 
 
-def test_what_a_function_changes_in_one_sample_no_other_sees(scorer_of, make_trajectory):
+def test_what_a_function_changes_in_one_sample_no_other_sees(scorer_of, make_sample):
     def single(response, messages, row, label, token_ids, **columns):
         messages.append({"role": messages[0].pop("role")})
         row.pop("label")
@@ -266,11 +268,11 @@ def test_what_a_function_changes_in_one_sample_no_other_sees(scorer_of, make_tra
     row = {"label": {"answers": [1]}, "kinds": ["a"]}
     shared = {"label": row["label"], "row": row, "messages": [{"role": "user", "content": "ask"}]}
     before = copy.deepcopy(shared)
-    samples = [make_trajectory([4], [5, 1], **shared) for _ in range(3)]
+    samples = [make_sample([4], [5, 1], **shared) for _ in range(3)]
     for function in (single, batch) * 2:
         assert numbers(scorer_of(function).score(samples)) == [2.0, 2.0, 2.0]
     assert shared == before
-    assert [sample.token_ids for sample in samples] == [[4, 5, 1]] * 3
+    assert [sample.last.token_ids for sample in samples] == [[4, 5, 1]] * 3
 
 
 @pytest.fixture
@@ -433,8 +435,8 @@ def test_extras_stand_beside_named_rewards_and_rewards_of_steps(scorer_of, two, 
             == [Score({"a": 1.0, "b": 2.0}, extras=extra)] * 2
         )
     columns = {"reward": {"a": [1.0, 3.0]}, "extra": {"rewards": [0.5, 1.5]}}
-    found = scorer_of(lambda responses: columns).score(two)
-    assert found == [Score({"a": 1.0}, extras=extra), Score({"a": 3.0}, extras={"rewards": 1.5})]
+    scores = scorer_of(lambda responses: columns).score(two)
+    assert scores == [Score({"a": 1.0}, extras=extra), Score({"a": 3.0}, extras={"rewards": 1.5})]
     assert scorer_of(lambda response: {"a": 1.0, "extra": 2.0}).score(two[:1]) == [
         Score({"a": 1.0, "extra": 2.0})
     ]
@@ -564,9 +566,9 @@ def test_a_function_always_runs_on_one_thread_with_the_gpu_of_the_rank(scorer_of
 
 
 @pytest.fixture
-def steps(make_trajectory):
+def steps(make_sample):
     """Response "ab cd x" in letters, with z between its steps: a b z c d z x and EOS."""
-    return make_trajectory([4], [4, 5, 29, 6, 7, 29, 27, 1])
+    return make_sample([4], [4, 5, 29, 6, 7, 29, 27, 1])
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
@@ -579,7 +581,7 @@ def test_a_list_as_long_as_the_response_rewards_its_tokens(kind, scorer_of, step
 
 
 def test_a_list_with_one_number_per_step_rewards_the_last_token_of_each(
-    scorer_of, steps, make_trajectory
+    scorer_of, steps, make_sample
 ):
     for weight in (1.0, 0.5):
         scorer = scorer_of(lambda response: [1, 0, 3], step_separator="z", token_weight=weight)
@@ -599,7 +601,7 @@ def test_a_list_with_one_number_per_step_rewards_the_last_token_of_each(
     scorer = scorer_of(lambda response: [1, 2], step_separator="x")
     scorer.tokenizer.add_tokens(["axb"])
     token = scorer.tokenizer.convert_tokens_to_ids("axb")
-    scores = scorer.score([make_trajectory([4], [token, after, 1]) for after in (29, 27)])
+    scores = scorer.score([make_sample([4], [token, after, 1]) for after in (29, 27)])
     assert scores[0].token_rewards == [0.0, 1.0, 2.0, 0.0], "b goes on into the next token"
     assert scores[1].token_rewards == [0.0, 3.0, 0.0, 0.0], (
         "the rewards of two steps in one token add up"
@@ -697,7 +699,7 @@ def test_a_function_reads_and_rewards_the_actions(scorer_of, game):
 
 
 def test_a_function_gets_an_episode_whole_or_its_last_answer(episode, make_tokenizer):
-    [sample] = make_samples([episode], make_tokenizer())
+    values = values_of(episode, make_tokenizer())
     expected = {
         "prompt": "ab",
         "response": "czd",
@@ -705,11 +707,11 @@ def test_a_function_gets_an_episode_whole_or_its_last_answer(episode, make_token
         "turns": ["cd", "czd"],
         "tool_results": ["ef"],
     }
-    assert {name: sample[name] for name in expected} == expected
-    assert (sample["messages"], sample["query"]) == (episode.episode.messages, "abcdefczd<eos>")
+    assert {name: values[name] for name in expected} == expected
+    assert (values["messages"], values["query"]) == (episode.episode.messages, "abcdefczd<eos>")
     old = RewardFunction(lambda queries, prompts, labels: [queries, prompts, labels], "f", ())
-    assert old([sample]) == [["abcdefczd<eos>"], ["ab"], ["czd"]]
+    assert old([values]) == [["abcdefczd<eos>"], ["ab"], ["czd"]]
     new = RewardFunction(
         lambda turns, tool_results, response: (len(turns), tool_results, response), "f", ()
     )
-    assert new([sample]) == (2, ["ef"], "czd")
+    assert new([values]) == (2, ["ef"], "czd")

@@ -55,10 +55,10 @@ judge, part = Judge(), functools.partial(raises)
 def until(condition):
     """What it returns once that is true; an error after half a minute."""
     deadline = time.monotonic() + 30
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    return found
+    return result
 
 
 def has_ended(pid):
@@ -87,9 +87,9 @@ def scorer_of(file, make_tokenizer):
 
 
 @pytest.fixture
-def labelled(make_trajectory):
+def labelled(make_sample):
     """Samples with labels 0, 1, 2, 3."""
-    return [make_trajectory([4], [5, 1], text=f"ask {i}", label=i) for i in range(4)]
+    return [make_sample([4], [5, 1], text=f"ask {i}", label=i) for i in range(4)]
 
 
 def test_a_process_loads_the_file_once_and_its_prints_are_no_answers(file, scorer_of, two, capfd):

@@ -74,9 +74,9 @@ def scorer_of(make_tokenizer, monkeypatch):
 
 
 @pytest.fixture
-def many(make_trajectory):
+def many(make_sample):
     """Twenty samples; the i-th query has i + 1 letters and "<eos>"."""
-    return [make_trajectory([4] * i, [5, 1], text="a" * i) for i in range(20)]
+    return [make_sample([4] * i, [5, 1], text="a" * i) for i in range(20)]
 
 
 EXPECTED = [Score({"remote": i + 6.0}) for i in range(20)]
@@ -90,11 +90,11 @@ def free_url():
         return f"http://127.0.0.1:{probe.getsockname()[1]}/get_reward"
 
 
-def test_a_request_is_what_openrlhf_sends(start_server, scorer_of, two, make_trajectory):
+def test_a_request_is_what_openrlhf_sends(start_server, scorer_of, two, make_sample):
     server = start_server()
     assert not scorer_of(server).collective
     assert scorer_of(server).score(two) == OF_TWO
-    scorer_of(server).score([make_trajectory([4], [1], label=datetime.date(2026, 11, 22))])
+    scorer_of(server).score([make_sample([4], [1], label=datetime.date(2026, 11, 22))])
     assert server.requests == [
         {"query": ["abcd<eos>", "a<eos>"], "prompts": ["ab", "a"], "labels": [1, {"answer": 2}]},
         {"query": ["a<eos>"], "prompts": ["ask"], "labels": ["2026-11-22"]},

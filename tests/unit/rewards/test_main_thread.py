@@ -48,9 +48,9 @@ def scorer_of(tmp_path, make_tokenizer):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_that_needs_the_main_thread_names_the_remedy(
-    name, scorer_of, make_trajectory, caplog
+    name, scorer_of, make_sample, caplog
 ):
-    sample = make_trajectory([4], [5, 1], label=3)
+    sample = make_sample([4], [5, 1], label=3)
     with pytest.raises(
         RuntimeError, match=r"for prompt 'ask'\. It needs the main thread: use --reward_workers 1"
     ):
@@ -64,7 +64,7 @@ def test_a_function_that_needs_the_main_thread_names_the_remedy(
     assert scorer_of(name, n=1).score([sample]) == [Score({"reward": 3.0})]
 
 
-def test_other_errors_name_no_workers(scorer_of, make_trajectory):
+def test_other_errors_name_no_workers(scorer_of, make_sample):
     with pytest.raises(RuntimeError, match="no such answer.*With --reward_error_value") as error:
-        scorer_of("threaded").score([make_trajectory([4], [5, 1], label=3)])
+        scorer_of("threaded").score([make_sample([4], [5, 1], label=3)])
     assert "--reward_workers" not in str(error.value)

@@ -1,6 +1,5 @@
 """Reward models in process: what they read, where they are read, and how scores are normalized."""
 
-import dataclasses
 import math
 import string
 
@@ -28,6 +27,7 @@ from openppo.rewards.model import RewardModelText, policy_tokens
 from openppo.rewards.scoring import span_texts, step_tokens
 from openppo.rollout.kept import without_old
 from openppo.types import FinishReason, Prompt, SingleProcess
+from tests.samples import with_last
 from tests.unit.rewards.conftest import score_by_transformers
 
 
@@ -72,9 +72,9 @@ def scores_of(scorer, samples):
 
 
 @pytest.fixture(scope="module")
-def samples(make_trajectory):
+def samples(make_sample):
     """Of unequal lengths, some equal."""
-    return [make_trajectory([4], list(range(5, 5 + n))) for n in (3, 1, 6, 2, 6)]
+    return [make_sample([4], list(range(5, 5 + n))) for n in (3, 1, 6, 2, 6)]
 
 
 # The policy's own token ids
@@ -101,7 +101,9 @@ def test_a_reward_model_is_read_at_the_last_real_token_whatever_fills_the_paddin
 ):
     scores = scores_of(model_scorer(ScalarHeadModel(classifier, "reward"), 3, pad=pad), samples)
     np.testing.assert_allclose(
-        scores, [score_by_transformers(classifier, t.token_ids) for t in samples], atol=1e-5
+        scores,
+        [score_by_transformers(classifier, sample.last.token_ids) for sample in samples],
+        atol=1e-5,
     )
 
 
@@ -112,10 +114,7 @@ def test_a_reward_model_sees_each_samples_own_images_or_refuses_them(samples):
 
     shown = [MediaItem({}, 3, 1, key) for key in range(1, 6)]
     media = [(shown[0],), (), (shown[1], shown[2]), (shown[3],), (shown[4],)]
-    seen = [
-        dataclasses.replace(t, prompt=dataclasses.replace(t.prompt, media=of))
-        for t, of in zip(samples, media, strict=True)
-    ]
+    seen = [with_last(sample, media=of) for sample, of in zip(samples, media, strict=True)]
     assert scores_of(model_scorer(keys, sees=True), seen) == [1.0, 0.0, 5.0, 4.0, 5.0]
     with pytest.raises(
         ValueError, match="the reward model reads no images, and .* has some: use a --reward_fn"
@@ -178,15 +177,13 @@ TURNS = [*CHAT, {"role": "assistant", "content": "c"}, {"role": "user", "content
     ],
 )
 def test_text_is_written_again_for_a_reward_model_with_its_own_tokenizer_and_read_at_its_last_token(
-    messages, response_ids, tokens, own, make_tokenizer, make_trajectory, classifier
+    messages, response_ids, tokens, own, make_tokenizer, make_sample, classifier
 ):
     truncated = response_ids[-1] != 1
-    sample = make_trajectory(
-        [4, 5], response_ids, text="ab", messages=messages, truncated=truncated
-    )
+    sample = make_sample([4, 5], response_ids, text="ab", messages=messages, truncated=truncated)
     encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
     assert encode(sample) == ids_of(*tokens)
-    longer = make_trajectory([4, 5], [6] * 9 + [1], text="ab")  # so that the other is padded
+    longer = make_sample([4, 5], [6] * 9 + [1], text="ab")  # so that the other is padded
     scores = scores_of(
         model_scorer(ScalarHeadModel(classifier, "reward"), encode=encode), [sample, longer]
     )
@@ -194,20 +191,20 @@ def test_text_is_written_again_for_a_reward_model_with_its_own_tokenizer_and_rea
 
 
 def test_templates_may_rewrite_what_was_cut_off_and_need_not_write_eos(
-    own, make_tokenizer, make_trajectory
+    own, make_tokenizer, make_sample
 ):
     encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
     own.chat_template = TEMPLATE.replace(
         "'<bot>' + m['content']", "'<bot>' + m['content'].replace('c', 'x')"
     )
-    assert encode(make_trajectory([4, 5], [7, 6, 7], messages=CHAT, truncated=True)) == ids_of(
+    assert encode(make_sample([4, 5], [7, 6, 7], messages=CHAT, truncated=True)) == ids_of(
         *START, "d", "x", "d"
     )
     own.chat_template = TEMPLATE.replace("</s>", "<u>")
-    assert encode(make_trajectory([4, 5], [6, 1], messages=CHAT)) == ids_of(
+    assert encode(make_sample([4, 5], [6, 1], messages=CHAT)) == ids_of(
         *START, "c", "<u>", " ", "</s>"
     )
-    assert encode(make_trajectory([4, 5], [6, 7], messages=CHAT, truncated=True)) == ids_of(
+    assert encode(make_sample([4, 5], [6, 7], messages=CHAT, truncated=True)) == ids_of(
         *START, "c", "d"
     )
 
@@ -266,17 +263,15 @@ def test_a_reward_model_that_skips_tools_says_so(own, make_tokenizer, caplog):
     ]
 
 
-def test_a_response_continues_the_turn_that_its_prompt_ends_in(
-    own, make_tokenizer, make_trajectory
-):
+def test_a_response_continues_the_turn_that_its_prompt_ends_in(own, make_tokenizer, make_sample):
     messages = [*CHAT, {"role": "assistant", "content": "c"}]
-    finished = make_trajectory([4, 5], [7, 1], text="ab", messages=messages)
-    cut_off = make_trajectory([4, 5], [7], text="ab", messages=messages, truncated=True)
+    finished = make_sample([4, 5], [7, 1], text="ab", messages=messages)
+    cut_off = make_sample([4, 5], [7], text="ab", messages=messages, truncated=True)
     encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
     assert encode(finished) == ids_of(*START, "c", "d", "</s>")
     assert encode(cut_off) == ids_of(*START, "c", "d")
     own.chat_template = TEMPLATE.replace("</s>", "<u>")
-    sampled = make_trajectory(ids_of(*START, "c"), ids_of("d", "<u>"), messages=messages)
+    sampled = make_sample(ids_of(*START, "c"), ids_of("d", "<u>"), messages=messages)
     assert policy_tokens(own, sampled) == ids_of(*START, "c", "d", "<u>", " ", "</s>")
 
 
@@ -289,10 +284,8 @@ def test_a_tokenizer_without_eos_is_an_error(own, make_tokenizer):
 @pytest.mark.parametrize(
     "messages", [None, CHAT], ids=["plain", "chat whose template has no <u> behind the turn"]
 )
-def test_a_text_that_ended_with_another_token_than_eos_is_read_at_eos(
-    messages, own, make_trajectory
-):
-    sample = make_trajectory(ids_of("a"), ids_of("c", "<u>"), messages=messages)
+def test_a_text_that_ended_with_another_token_than_eos_is_read_at_eos(messages, own, make_sample):
+    sample = make_sample(ids_of("a"), ids_of("c", "<u>"), messages=messages)
     assert policy_tokens(own, sample) == ids_of("a", "c", "<u>", "</s>")
 
 
@@ -307,23 +300,23 @@ def test_a_text_gets_one_bos_if_its_tokenizer_wants_one(own, make_tokenizer):
     ("name", "end"), [("qwen2.5", "<|im_end|>"), ("mistral-v3", "</s>"), ("phi3-mini", "<|end|>")]
 )
 def test_real_tokenizers_end_a_finished_response_as_training_does_and_a_cut_one_with_its_last_word(
-    name, end, chat, assets, make_tokenizer, make_trajectory
+    name, end, chat, assets, make_tokenizer, make_sample
 ):
     real = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
-    how, asked, messages = RowsConfig(apply_chat_template=chat), "ab", None
-    if chat:
-        asked = messages = CHAT
-    before = render_prompt(asked, real, how).token_ids
-    example = render_response(asked, "cd", real, how).token_ids
+    options = RowsConfig(apply_chat_template=chat)
+    question = CHAT if chat else "ab"
+    messages = CHAT if chat else None
+    before = render_prompt(question, real, options).token_ids
+    example = render_response(question, "cd", real, options).token_ids
     stop = real.convert_tokens_to_ids(end) if chat else real.eos_token_id
     sampled = example[len(before) : example.index(stop, len(before)) + 1]
-    assert policy_tokens(real, make_trajectory(before, sampled, messages=messages)) == example
-    cut_off = make_trajectory(before, sampled[:-1], messages=messages, truncated=True)
+    assert policy_tokens(real, make_sample(before, sampled, messages=messages)) == example
+    cut_off = make_sample(before, sampled[:-1], messages=messages, truncated=True)
     assert policy_tokens(real, cut_off) == [*before, *sampled[:-1]]
 
     encode = RewardModelText(make_tokenizer(), real, "m")  # the policy is another
-    ended = encode(make_trajectory([4, 5], [6, 7, 1], text="ab", messages=messages))
-    cut = encode(make_trajectory([4, 5], [6, 7], text="ab", messages=messages, truncated=True))
+    ended = encode(make_sample([4, 5], [6, 7, 1], text="ab", messages=messages))
+    cut = encode(make_sample([4, 5], [6, 7], text="ab", messages=messages, truncated=True))
     assert ended[-1] == real.eos_token_id
     assert ended[: len(cut)] == cut
     assert real.decode(cut).endswith("cd")
@@ -331,8 +324,8 @@ def test_real_tokenizers_end_a_finished_response_as_training_does_and_a_cut_one_
 
 
 def test_reward_models_read_the_whole_episode(game, make_tokenizer):
-    assert policy_tokens(make_tokenizer(), game) == game.token_ids
-    assert RewardModelText(make_tokenizer(), make_tokenizer(), "m")(game) == game.token_ids
+    assert policy_tokens(make_tokenizer(), game) == game.last.token_ids
+    assert RewardModelText(make_tokenizer(), make_tokenizer(), "m")(game) == game.last.token_ids
 
 
 def test_an_episode_is_rendered_with_the_templates_of_the_reward_model(
@@ -346,9 +339,9 @@ def test_an_episode_is_rendered_with_the_templates_of_the_reward_model(
     text = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
     whole = "<a>h</s><u>ab<a>cde</s><t>ef<a>czd</s>"
     assert text(episode) == own(whole, add_special_tokens=False)["input_ids"]
-    cut = dataclasses.replace(episode, finish_reason=FinishReason.LENGTH)
+    cut = with_last(episode, finish_reason=FinishReason.LENGTH)
     assert text(cut) == text(episode)[:-1], "nothing follows what was cut off"
-    assert policy_tokens(make_tokenizer(), episode) == episode.token_ids
+    assert policy_tokens(make_tokenizer(), episode) == episode.last.token_ids
     own.chat_template = None
     text.check([])
     with pytest.raises(
@@ -357,12 +350,12 @@ def test_an_episode_is_rendered_with_the_templates_of_the_reward_model(
         text.check([], episodes=True)
 
 
-def test_a_response_with_masked_tokens_is_scored_whole(own, make_tokenizer, make_trajectory):
+def test_a_response_with_masked_tokens_is_scored_whole(own, make_tokenizer, make_sample):
     """Tokens that are too old to train on were answered all the same."""
-    whole = make_trajectory([4, 5], [6, 7, 8, 1], text="ab")
-    whole.versions = [-1, -1, 0, 0, 1, 1]
+    sample = make_sample([4, 5], [6, 7, 8, 1], text="ab")
+    whole = with_last(sample, versions=[-1, -1, 0, 0, 1, 1])
     masked = without_old(whole, oldest=1)
-    assert masked.loss_mask == [False] * 4 + [True] * 2
+    assert masked.last.loss_mask == [False] * 4 + [True] * 2
     policy = make_tokenizer()
     read = RewardModelText(policy, own, "--reward_pretrain x")
     assert read(masked) == read(whole)

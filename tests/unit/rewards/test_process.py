@@ -24,10 +24,10 @@ ENDS = [[1, 3, 7, 9], [0], [], [], [1, 3], [2, 6]]
 
 
 @pytest.fixture
-def trajectory(make_trajectory, make_tokenizer):
+def sample_of(make_sample, make_tokenizer):
     """A response to "hi", ended by EOS."""
     encode = make_tokenizer()
-    return lambda text: make_trajectory(
+    return lambda text: make_sample(
         encode("hi")["input_ids"], [*encode(text)["input_ids"], 1], text="hi"
     )
 
@@ -57,13 +57,13 @@ def scorer_of(model, tokenizer, micro=2, context=None, **options):
 
 @pytest.mark.parametrize("micro", [1, 2, 9])
 def test_a_step_is_worth_the_probability_of_good_at_its_placeholder(
-    models, make_tokenizer, micro, trajectory
+    models, make_tokenizer, micro, sample_of
 ):
     tokenizer, model = make_tokenizer(), models["llama"]
-    samples = [trajectory(response) for response in RESPONSES]
+    samples = [sample_of(response) for response in RESPONSES]
     scorer = scorer_of(ProcessRewardModel(model), tokenizer, micro, reward_weights=("prm=2",))
     for sample, score, steps, ends in zip(samples, scorer.score(samples), STEPS, ENDS, strict=True):
-        expected = [0.0] * len(sample.token_ids)
+        expected = [0.0] * len(sample.last.token_ids)
         read = "hi"
         for step, end in zip(steps, ends, strict=True):
             read += step + "q"
@@ -90,23 +90,23 @@ def says(probabilities):
     ("aggregate", "reward"), [("min", 0.2), ("mean", 0.5), ("last", 0.4), ("product", 0.072)]
 )
 def test_steps_become_one_reward_and_no_number_is_an_error(
-    make_tokenizer, aggregate, reward, trajectory
+    make_tokenizer, aggregate, reward, sample_of
 ):
     tokenizer = make_tokenizer()
     scorer = scorer_of(says([0.9, 0.2, 0.4]), tokenizer, prm_aggregate=aggregate)
-    [score] = scorer.score([trajectory("ablcld")])
+    [score] = scorer.score([sample_of("ablcld")])
     assert score.token_rewards is None
     assert score.rewards == {"prm": pytest.approx(reward)}
-    [blank] = scorer_of(says([]), tokenizer, prm_aggregate=aggregate).score([trajectory("ll")])
+    [blank] = scorer_of(says([]), tokenizer, prm_aggregate=aggregate).score([sample_of("ll")])
     assert blank.rewards == {"prm": 0.0}
     with pytest.raises(ValueError, match="--prm_pretrain judge returned nan for prompt 'hi'"):
-        scorer_of(says([float("nan")]), tokenizer).score([trajectory("a")])
+        scorer_of(says([float("nan")]), tokenizer).score([sample_of("a")])
 
 
-def test_steps_before_the_context_of_the_model_are_not_judged(make_tokenizer, caplog, trajectory):
+def test_steps_before_the_context_of_the_model_are_not_judged(make_tokenizer, caplog, sample_of):
     tokenizer = make_tokenizer()
     scorer = scorer_of(says([0.25, 0.75]), tokenizer, context=4)  # of "hiabqcqdq"
-    [score] = scorer.score([trajectory("ablcld")])
+    [score] = scorer.score([sample_of("ablcld")])
     assert score.token_rewards == pytest.approx([0, 0, 0, 0, 0, 0.25, 0, 0.75, 0])
     assert score.step_ends == [False, False, False, False, False, True, False, True, False]
     assert "--prm_pretrain judge reads 4 tokens, but prompt 'hi' has 9 of its tokens" in caplog.text
@@ -166,7 +166,7 @@ def built_scorer(judge, policy, prompts=(), template=None, **options):
     list(product([None, "q {} a "], *[[False, True]] * 2)),
 )
 def test_scoring_reads_what_training_reads(
-    judge, tmp_path, template, policy_chats, judge_chats, make_trajectory
+    judge, tmp_path, template, policy_chats, judge_chats, make_sample
 ):
     own = PreTrainedTokenizerFast.from_pretrained(judge)
     policy = save_tokenizer(
@@ -178,7 +178,7 @@ def test_scoring_reads_what_training_reads(
     content = template.replace("{}", QUESTION) if template else QUESTION
     messages = [{"role": "user", "content": content}] if policy_chats else None
     written = [*policy("\n\n".join(STEPS_OF_TEXT))["input_ids"], policy.eos_token_id]
-    response = make_trajectory(prompt.token_ids, written, text=prompt.text, messages=messages)
+    response = make_sample(prompt.token_ids, written, text=prompt.text, messages=messages)
     scorer = built_scorer(
         judge, policy, [response.prompt], template, prm_apply_chat_template=judge_chats
     )

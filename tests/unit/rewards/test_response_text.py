@@ -8,12 +8,12 @@ import pytest
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from openppo.rewards import response_text
-from openppo.rewards.function_values import make_samples
+from openppo.rewards.function_values import values_of
 from openppo.rewards.model import RewardModelText
 from openppo.rewards.scoring import answer_text, step_ends, step_tokens, turn_texts
-from openppo.rollout.engine_sampler import make_trajectory as make_one
-from openppo.types import Completion, FinishReason, Prompt, Trajectory
+from openppo.types import Completion, FinishReason, Prompt, Sample
 from tests.conftest import save_tokenizer
+from tests.samples import with_last
 
 TAGS = ["<|end|>", "<reason>", "</reason>", "</answer>"]
 
@@ -25,13 +25,13 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.fixture
-def response(tokenizer, make_trajectory):
+def response(tokenizer, make_sample):
     """A finished response to "q" of tokens that are separated by blanks."""
 
-    def make(tokens: str, truncated: bool = False, stop: tuple[str, ...] = ()) -> Trajectory:
+    def make(tokens: str, truncated: bool = False, stop: tuple[str, ...] = ()) -> Sample:
         ids = tokenizer.convert_tokens_to_ids(tokens.split(" "))
-        made = make_trajectory(tokenizer.convert_tokens_to_ids(["q"]), ids, truncated=truncated)
-        return dataclasses.replace(made, stop=stop)
+        sample = make_sample(tokenizer.convert_tokens_to_ids(["q"]), ids, truncated=truncated)
+        return dataclasses.replace(sample, stop=stop)
 
     return make
 
@@ -47,8 +47,8 @@ def response(tokenizer, make_trajectory):
     }.items(),
 )
 def test_only_the_ending_of_a_finished_response_is_off(tokens, text, tokenizer, response):
-    (sample,) = make_samples([response(tokens)], tokenizer)
-    assert (sample["response"], sample["turns"], sample["solution_str"]) == (text, [text], text)
+    values = values_of(response(tokens), tokenizer)
+    assert (values["response"], values["turns"], values["solution_str"]) == (text, [text], text)
     assert answer_text(response(tokens), tokenizer) == text
 
 
@@ -66,8 +66,8 @@ def test_a_stop_text_stays_though_its_token_is_special(tokenizer, response):
 
 
 def test_each_turn_before_the_last_has_its_ending_off(tokenizer, response):
-    played = response("<reason> a <|end|> x b </reason> <|end|>")
-    played.action_mask[4] = False
+    single = response("<reason> a <|end|> x b </reason> <|end|>")
+    played = with_last(single, action_mask=[t not in (0, 4) for t in range(8)])
     assert turn_texts(played, tokenizer) == ["<reason>a", "b</reason>"]
 
 
@@ -86,28 +86,31 @@ def test_another_reward_model_reads_special_tokens_of_the_policy(tokenizer, resp
 
 
 @pytest.mark.parametrize(("name", "end"), [("qwen2.5", "<|im_end|>"), ("phi3-mini", "<|end|>")])
-def test_tags_added_to_real_tokenizers_are_kept(name, end, assets, make_trajectory):
+def test_tags_added_to_real_tokenizers_are_kept(name, end, assets, make_sample):
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<reason>", "</reason>"]}, False)
     ids = tokenizer(f"<reason>one two</reason>three{end}", add_special_tokens=False)["input_ids"]
-    assert answer_text(make_trajectory([4], ids), tokenizer) == "<reason>one two</reason>three"
+    assert answer_text(make_sample([4], ids), tokenizer) == "<reason>one two</reason>three"
 
 
-def test_a_tokenizer_in_python_puts_no_blanks_around_tags(make_trajectory):
+def test_a_tokenizer_in_python_puts_no_blanks_around_tags(make_sample):
     tokenizer = ByT5Tokenizer(extra_ids=0)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<reason>", "</reason>"]}, False)
     text = "<reason>one two</reason>three"
     ids = tokenizer(text)["input_ids"]
-    assert answer_text(make_trajectory([4], ids), tokenizer) == text
+    assert answer_text(make_sample([4], ids), tokenizer) == text
     assert step_ends(ids, tokenizer, " ") == [ids.index(35) - 1, len(ids) - 2]
 
 
 def test_an_engine_tells_what_stop_texts_a_response_had(tokenizer):
     completion = Completion(
-        tokenizer.convert_tokens_to_ids(["a", "</answer>"]), [0.0] * 2, [0] * 2, FinishReason.STOP
+        tokenizer.convert_tokens_to_ids(["a", "</answer>"]),
+        log_probs=[0.0] * 2,
+        versions=[0] * 2,
+        finish_reason=FinishReason.STOP,
     )
-    made = make_one(Prompt("q", [4]), completion, 0, ("</answer>",))
-    assert response_text.response_text(made, tokenizer) == "a</answer>"
+    sample = Sample.of_response(Prompt("q", [4]), completion, group=0, stop=("</answer>",))
+    assert response_text.response_text(sample, tokenizer) == "a</answer>"
 
 
 def test_the_log_tells_once_that_responses_have_special_tokens(
@@ -124,5 +127,5 @@ def test_the_log_tells_once_that_responses_have_special_tokens(
 
 
 def test_calls_of_an_agent_end_a_turn_too(tokenizer, response):
-    played = dataclasses.replace(response("a <|end|>"), finish_reason=FinishReason.TOOL_CALL)
+    played = with_last(response("a <|end|>"), finish_reason=FinishReason.TOOL_CALL)
     assert turn_texts(played, tokenizer) == ["a"]

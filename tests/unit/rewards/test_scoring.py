@@ -10,14 +10,25 @@ from itertools import pairwise
 import pytest
 from transformers import AutoTokenizer
 
-from openppo.rewards import CombinedScorer, check_scores, start_scoring, step_ends
+from openppo.rewards import (
+    CombinedScorer,
+    FunctionScorer,
+    RewardFunction,
+    check_scores,
+    start_scoring,
+    step_ends,
+)
+from openppo.rewards.function_values import values_of
+from openppo.rewards.model import RewardModelText, policy_tokens
+from openppo.rewards.response_text import response_text
+from openppo.rewards.scoring import answer_length, step_tokens
 from openppo.types import Score
 from tests.conftest import save_tokenizer
 
 
 @dataclass
 class Source:
-    """Gives the same score to every trajectory, and remembers on which thread."""
+    """Gives the same score to every sample, and remembers on which thread."""
 
     given: Score
     collective: bool = False
@@ -28,10 +39,10 @@ class Source:
     def __str__(self):
         return self.name
 
-    def score(self, trajectories):
+    def score(self, samples):
         self.thread = threading.current_thread()
         self.before()
-        return [self.given] * len(trajectories)
+        return [self.given] * len(samples)
 
 
 GOOD = Score({"good": 1.0})
@@ -101,12 +112,36 @@ def test_two_sources_of_one_name_are_an_error_naming_them(two):
         combined.score(two)
 
 
-def test_a_bad_score_is_named_with_source_shortened_prompt_and_row(make_trajectory):
-    sample = make_trajectory([4], [1], text="x" * 10_000, source="data/a.jsonl", index=6)
+def test_a_bad_score_is_named_with_source_shortened_prompt_and_row(make_sample):
+    sample = make_sample([4], [1], text="x" * 10_000, source="data/a.jsonl", index=6)
     with pytest.raises(ValueError, match="^a source returned nan for prompt 'xxx") as error:
         check_scores([math.nan], [sample], "a source")
     assert len(str(error.value)) < 350
     assert "(row 7 of data/a.jsonl); a finite number" in str(error.value)
+
+
+def rewards_of_tokens(sample, tokenizer):
+    """As a function gives them, one for each action of ``game``."""
+    function = RewardFunction(lambda response: [1, 2, 3, 4, 5, 6], "f", ())
+    return FunctionScorer(function, tokenizer).score([sample])
+
+
+READERS = {
+    "functions": values_of,
+    "rewards of tokens": rewards_of_tokens,
+    "steps": lambda sample, tokenizer: step_tokens(sample, tokenizer, "z"),
+    "lengths": lambda sample, _: answer_length(sample),
+    "texts": response_text,
+    "tokens": lambda sample, tokenizer: policy_tokens(tokenizer, sample),
+    "own tokens": lambda sample, tokenizer: RewardModelText(tokenizer, tokenizer, "m")(sample),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_rewards_read_the_last_segment(reader, game, cut_game, make_tokenizer):
+    read = READERS[reader]
+    tokenizer = make_tokenizer()
+    assert read(cut_game, tokenizer) == read(game, tokenizer)
 
 
 TEXT = "Add two.\n\nThen ✓🙂 halve.\n\nDone."

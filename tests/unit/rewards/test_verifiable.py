@@ -15,11 +15,11 @@ from openppo.types import Prompt, Score
 
 
 @pytest.fixture
-def judge(make_trajectory):
+def judge(make_sample):
     """The reward of a response to a prompt with a label."""
 
     def run(verify, response, label):
-        return verify(response, make_trajectory([4], [1], label=label))
+        return verify(response, make_sample([4], [1], label=label))
 
     return run
 
@@ -103,9 +103,9 @@ def test_an_expression_with_several_groups_is_an_error():
 
 
 @pytest.mark.parametrize(("n", "reward"), [(4, 1.0), (3, 0.75), (6, 0.5), (8, 0.0), (12, -1.0)])
-def test_length_counts_response_tokens(n, reward, make_trajectory):
+def test_length_counts_response_tokens(n, reward, make_sample):
     verify = verify_of("length", verify_length=4)
-    assert verify("", make_trajectory([4, 4], [5] * n)) == reward
+    assert verify("", make_sample([4, 4], [5] * n)) == reward
 
 
 @pytest.fixture(scope="module")
@@ -144,12 +144,12 @@ def test_math_compares_values(label, right, wrong, math_reward, judge):
         )
 
 
-def test_math_works_in_the_background(math_reward, make_trajectory, make_tokenizer):
+def test_math_works_in_the_background(math_reward, make_sample, make_tokenizer):
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([f" {n}" for n in range(3)])
     ids = tokenizer.convert_tokens_to_ids([f" {n}" for n in range(3)])
-    trajectories = [make_trajectory([4], [n, 1], label="#### 1") for n in ids]
-    scores = start_scoring(VerifiableScorer(math_reward, tokenizer, "math"), trajectories)()
+    samples = [make_sample([4], [n, 1], label="#### 1") for n in ids]
+    scores = start_scoring(VerifiableScorer(math_reward, tokenizer, "math"), samples)()
     assert scores == [Score({"math": 0.0}), Score({"math": 1.0}), Score({"math": 0.0})]
 
 
@@ -202,7 +202,10 @@ def test_a_label_that_is_no_answer_is_an_error_before_the_run(verifier, label):
 
 
 def test_verifiers_count_and_read_the_actions(game, make_tokenizer):
-    for verify in (length_reward(6), lambda response, t: float(response == t.prompt.label)):
+    for verify in (
+        length_reward(6),
+        lambda response, sample: float(response == sample.prompt.label),
+    ):
         assert VerifiableScorer(verify, make_tokenizer()).score([game]) == [Score({"reward": 1.0})]
 
 
