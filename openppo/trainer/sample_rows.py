@@ -118,7 +118,7 @@ def _segment_summary(segment: Segment) -> Row:
     return {
         "n_prompt": segment.n_prompt,
         "n_tokens": len(segment.token_ids),
-        "actions": segment.spans,
+        "actions": [list(span) for span in segment.spans],
         "versions": [[version, len(list(run))] for version, run in groupby(versions)],
         "token_rewards": [[place, reward] for place, reward in rewards if ends[place]],
         "finish_reason": segment.finish_reason.value,

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,7 +34,7 @@ from openppo.tracking import setup_logging
 from openppo.trainer import PPOTrainer
 from openppo.trainer.build import build_ppo_trainer
 from openppo.trainer.supervised.build import build_supervised_trainer
-from openppo.types import Interrupted, ModelInputs, Trajectory
+from openppo.types import Interrupted, ModelInputs, Sample
 
 PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 HANG_AFTER = timedelta(seconds=100)
@@ -93,29 +94,29 @@ def partitioned_share(module: nn.Module) -> float:
     )
 
 
-def record(trainer: PPOTrainer) -> list[Sequence[Trajectory]]:
-    """A list to which each step adds the trajectories that this rank trains on."""
-    recorded: list[Sequence[Trajectory]] = []
+def record(trainer: PPOTrainer) -> list[Sequence[Sample]]:
+    """A list to which each step adds the samples that this rank trains on."""
+    recorded: list[Sequence[Sample]] = []
     train_on = trainer.train_on
 
-    def recording(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        metrics = train_on(trajectories)
-        recorded.append(trajectories)
+    def recording(samples: Sequence[Sample]) -> dict[str, float]:
+        metrics = train_on(samples)
+        recorded.append(samples)
         return metrics
 
     trainer.train_on = recording  # type: ignore[method-assign]
     return recorded
 
 
-def plain(trajectory: Trajectory) -> dict[str, Any]:
+def plain(sample: Sample) -> dict[str, Any]:
     """What tests want to know of a sample."""
     return {
-        "prompt": trajectory.prompt.token_ids,
-        "response": trajectory.response_ids,
-        "group": trajectory.group,
-        "score": trajectory.total_reward({}),
-        "scores": trajectory.scores,
-        "finish_reason": trajectory.finish_reason.value,
+        "prompt": sample.prompt.token_ids,
+        "response": sample.last.response_ids,
+        "group": sample.group,
+        "score": sample.total_reward({}),
+        "scores": sample.scores,
+        "finish_reason": sample.last.finish_reason.value,
     }
 
 
@@ -164,11 +165,11 @@ def run_ppo(trainer: PPOTrainer, case: Case, own_loop: bool) -> dict[str, Any]:
     recorded = record(trainer)
     metrics = take_steps(trainer, case, own_loop, parts.data.prompts, trainer.step)
     of_ranks = parts.strategy.comm.all_gather_object(
-        [[plain(t) for t in step] for step in recorded]
+        [[plain(sample) for sample in step] for step in recorded]
     )
     return {
         "metrics": metrics,
-        "samples": [[t for step in steps for t in step] for steps in zip(*of_ranks, strict=True)],
+        "samples": [list(chain.from_iterable(steps)) for steps in zip(*of_ranks, strict=True)],
         "probe": probe(trainer),
         "shares": shares,
         "buffer_types": sorted(

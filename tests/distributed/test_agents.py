@@ -78,13 +78,13 @@ def main(folder: Path) -> None:
     driver.any_rank = agree
     hook = model.register_forward_pre_hook(count)
     began = time.monotonic()
-    trajectories = trainer.rollout(trainer.components.data.prompts[:4])
+    samples = trainer.rollout(trainer.components.data.prompts[:4])
     seconds = time.monotonic() - began
     hook.remove()
     engine = trainer.components.engine
     reuse = engine.reused_tokens / engine.read_tokens
-    spans = [len(trajectory.spans) for trajectory in trajectories]
-    metrics = trainer.train_on(trajectories)
+    spans = [[len(segment.spans) for segment in sample.segments] for sample in samples]
+    metrics = trainer.train_on(samples)
     found = {
         "steps": driver.steps,
         "seconds": seconds,
@@ -130,7 +130,7 @@ def test_ranks_with_slow_and_quick_tools_take_equally_many_steps(ranks):
 
 
 def test_all_episodes_are_played_to_the_end_and_trained_on(ranks):
-    assert [rank["spans"] for rank in ranks] == [[TURNS] * 4] * 2
+    assert [rank["spans"] for rank in ranks] == [[[TURNS]] * 4] * 2
     assert ranks[0]["metrics"]["agent/completed"] == 1
     assert ranks[0]["metrics"]["agent/bridged_turns"] == TURNS - 1
 

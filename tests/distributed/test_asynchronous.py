@@ -20,6 +20,7 @@ import pytest
 from openppo.cli import train_ppo
 from openppo.orchestrator.source import AsyncSource
 from openppo.strategy.links import Entrance, Link
+from openppo.types import segments_of
 from tests.distributed.runs import left_by, logged, rows, vector
 from tests.distributed.watched import HERE, Ended, rank_process, torchrun
 from tests.fork_server import Launcher
@@ -48,7 +49,8 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         groups, metrics = take(source)
         if source.coordinator is not None:
-            oldest = min(v for group in groups for t in group for v in t.versions if v >= 0)
+            segments = segments_of(list(itertools.chain.from_iterable(groups)))
+            oldest = min(v for segment in segments for v in segment.versions if v >= 0)
             row = {
                 "version": source.version,
                 "oldest": oldest,

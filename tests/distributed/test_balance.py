@@ -12,14 +12,16 @@ from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.models import dealing
 from openppo.trainer import build_ppo_trainer
-from openppo.types import FinishReason, Prompt, Trajectory
+from openppo.types import FinishReason, Prompt, Sample, Segment
 
-def trajectory(number):  # twelve: two of each group, groups 0 to 2 long, 3 to 5 short
+def make_sample(number):  # twelve: two of each group, groups 0 to 2 long, 3 to 5 short
     n = (40, 8)[number // 6] + number % 3
-    ids, mask = [3 + (number * number + t) % 8 for t in range(n)], [t >= 3 + number % 2 for t in range(n)]
+    ids = [3 + (number * number + t) % 8 for t in range(n)]
+    mask = [t >= 3 + number % 2 for t in range(n)]
+    segment = Segment(ids, mask, [-2.0 * m for m in mask], versions=[0 if m else -1 for m in mask], n_prompt=3,
+                      finish_reason=FinishReason.LENGTH)
     scores = {"score": float(number * number % 5)}
-    return Trajectory(ids, mask, [-2.0 * m for m in mask], [0 if m else -1 for m in mask], FinishReason.LENGTH,
-                      Prompt("", ids[:3]), number // 2, scores=scores)
+    return Sample(Prompt("", ids[:3]), number // 2, [segment], scores=scores)
 
 def counted(model, widths):
     def call(inputs, *masks, **options):
@@ -34,14 +36,14 @@ for worth in (dealing._WORTH_DEALING, math.inf):
     for name in ("actor", "critic", "reference"):
         if (model := getattr(maker, name)) is not None:
             setattr(maker, name, counted(model, forwards.setdefault(name, [])))
-    rows = [trajectory(number) for number in range(12)]
     size = 12 // comm.world_size
-    metrics = trainer.train_on(rows[comm.rank * size :][:size])
+    samples = [make_sample(number) for number in range(12)][comm.rank * size :][:size]
+    metrics = trainer.train_on(samples)
     with trainer.components.actor.gathered():
         weights = [w.double().flatten() for w in trainer.components.actor.module.parameters()]
         weights = torch.cat(weights).tolist()
     own = [item.sequences[0].tolist() for item in trainer.replay_buffer.items]
-    assert own == [row.token_ids for row in rows[comm.rank * size :][:size]], "experience stays on its rank"
+    assert own == [sample.last.token_ids for sample in samples], "experience stays on its rank"
     found = comm.all_gather_object(forwards)
     if comm.rank == 0:
         print("RESULT" + json.dumps({"forwards": found, "metrics": metrics, "weights": weights}))

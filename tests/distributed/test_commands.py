@@ -82,7 +82,7 @@ def test_the_saved_options_repeat_the_run_exactly(ppo_run, launch):
         assert vector(ppo_run / f"again{suffix}").equal(vector(ppo_run / f"model{suffix}"))
 
 
-def test_every_trajectory_is_dumped_once(ppo_run):
+def test_every_sample_is_dumped_once(ppo_run):
     metrics, dumped = rows(ppo_run / "model/logs/metrics.jsonl"), ppo_run / "rollouts"
     assert {file.name for file in dumped.iterdir()} == {
         f"{split}-rank0000{rank}-00000.jsonl" for split in ("train", "eval") for rank in (0, 1)

@@ -1,4 +1,4 @@
-"""Programs of users: trajectories of their own, and callbacks."""
+"""Programs of users: samples of their own, and callbacks."""
 
 import json
 
@@ -9,9 +9,9 @@ import json, sys
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.trainer import build_ppo_trainer
-from openppo.types import FinishReason, Prompt, Trajectory
+from openppo.types import FinishReason, Prompt, Sample, Segment
 
-class FromList:  # steps of four trajectories, of which each rank takes its share; evaluation by a fixed one
+class FromList:  # steps of four samples, of which each rank takes its share; evaluation by a fixed one
     def __init__(self, steps):
         self.steps, self.next, self.versions = steps, 0, []
 
@@ -19,13 +19,13 @@ class FromList:  # steps of four trajectories, of which each rank takes its shar
         rank, world = trainer.comm.rank, trainer.comm.world_size
         while True:
             self.next += 1
-            yield [trajectory(4 * self.next + i) for i in range(4)][rank::world]
+            yield [make_sample(4 * self.next + i) for i in range(4)][rank::world]
 
     def publish(self, version):
         self.versions.append(version)
 
     def evaluate(self):
-        return [trajectory(1)]
+        return [make_sample(1)]
 
     def state_dict(self):
         return {"next": self.next}
@@ -36,12 +36,12 @@ class FromList:  # steps of four trajectories, of which each rank takes its shar
     def close(self):
         print("closed at", self.next, self.versions)
 
-def trajectory(number):
+def make_sample(number):
     ids = [3 + (number + t) % 8 for t in range(6)]
     mask = [False, False, True, True, False, True]  # two spans: a tool answered in between
-    prompt = Prompt("", ids[:2])
-    return Trajectory(ids, mask, [-2.0 * m for m in mask], [0 if m else -1 for m in mask], FinishReason.LENGTH,
-                      prompt, number, scores={"score": float(number % 5)})
+    segment = Segment(ids, mask, [-2.0 * m for m in mask], versions=[0 if m else -1 for m in mask], n_prompt=2,
+                      finish_reason=FinishReason.LENGTH)
+    return Sample(Prompt("", ids[:2]), number, [segment], scores={"score": float(number % 5)})
 
 config = parse_options(TrainPPOConfig, sys.argv[2:])
 source = FromList(None if sys.argv[1] == "None" else int(sys.argv[1]))
@@ -83,7 +83,7 @@ def test_a_source_from_a_list_trains_checkpoints_and_resumes(tiny, tmp_path, lau
     weights = [{n: f for n, f in run.files.items() if "random" not in n} for run in (whole, parts)]
     assert weights[0] == weights[1]
     missing = (
-        "ValueError: --max_steps is missing: the source of trajectories does not say how many steps"
+        "ValueError: --max_steps is missing: the source of samples does not say how many steps"
     )
     assert missing in run("endless", None, status=1)
 

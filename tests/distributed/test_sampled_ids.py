@@ -73,7 +73,8 @@ def test_ids_beyond_the_tokenizer_are_neither_sampled_nor_trained(
     files = (tmp_path / "rollouts").glob("train*.jsonl")
     dumped = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert len(dumped) == 16
-    assert max(token_id for row in dumped for token_id in row["token_ids"]) < n_known
+    segments = [segment for row in dumped for segment in row["segments"]]
+    assert max(token_id for segment in segments for token_id in segment["token_ids"]) < n_known
     if "lora" not in more:
         before, after = (
             load_file(place / "model.safetensors") for place in (start, tmp_path / "model")

@@ -114,8 +114,9 @@ def test_ppo_samples_after_images_with_the_weights_of_each_step(options, tmp_pat
     )
     [saved] = (tmp_path / "model" / "checkpoints_ppo").glob("*1/model")
     for row in dumped:
-        n = row["action_mask"].index(1)
-        answer = {"token_ids": row["token_ids"][n:]}
+        [segment] = row["segments"]
+        n = segment["action_mask"].index(True)
+        answer = {"token_ids": segment["token_ids"][n:]}
         folder = tmp_path / "llava" if row["step"] == 1 else saved
-        expected = log_probs(folder, row["token_ids"][:n], media[row["row"]], answer)
-        assert row["log_probs"][n:] == pytest.approx(expected, abs=1e-4)
+        expected = log_probs(folder, segment["token_ids"][:n], media[row["row"]], answer)
+        assert segment["log_probs"][n:] == pytest.approx(expected, abs=1e-4)

@@ -167,6 +167,9 @@ def _as_sample(line: LogLine) -> str:
     row = json.loads(line.text)
     row["rewards"] = json.loads(row["rewards"])
     row["messages"] = json.loads(row["messages"])
+    greedy = json.loads(row.pop("greedy", "null"))  # earlier versions dumped none
+    if greedy is not None:
+        row["greedy"] = greedy
     if row["messages"] is None:
         row = {name: value for name, value in row.items() if name not in _OF_EPISODES}
 

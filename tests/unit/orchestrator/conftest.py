@@ -11,7 +11,7 @@ from openppo.orchestrator.groups import GroupPlan
 from openppo.rollout.driver import EngineDriver
 from openppo.rollout.engine import Engine
 from openppo.rollout.samplers import SampleFailed
-from openppo.types import FinishReason, Prompt, SamplingParams, Trajectory
+from openppo.types import Completion, FinishReason, Prompt, Sample, SamplingParams
 
 PROMPTS = [Prompt(f"prompt {i}", [3 + i], index=i) for i in range(8)]
 
@@ -47,26 +47,22 @@ class StubSampler:
         env_seed: int,
         group: int,
         metrics: Any,
-    ) -> list[Trajectory]:
+    ) -> Sample:
         self.asked.append((group, seed, env_seed))
         await asyncio.sleep(self.wait(group))
         if self.failing(group, seed):
             raise SampleFailed(f"no answer to {prompt.text}")
         metrics.add("sampled", 1.0, reduce="sum")
-        tokens = (
-            [*prompt.token_ids, 1],
-            [False, True],
-            [0.0, -1.0],
-            [-1, self.driver.engine.version],
-        )
-        return [Trajectory(*tokens, FinishReason.STOP, prompt, group)]
+        version = self.driver.engine.version
+        completion = Completion([1], [-1.0], [version], finish_reason=FinishReason.STOP)
+        return Sample.of_response(prompt, completion, group)
 
 
 @pytest.fixture
 def sampler() -> Iterator[StubSampler]:
-    made = StubSampler()
-    yield made
-    made.driver.close()
+    stub = StubSampler()
+    yield stub
+    stub.driver.close()
 
 
 @pytest.fixture

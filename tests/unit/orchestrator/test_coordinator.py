@@ -28,6 +28,7 @@ from openppo.strategy.links import Entrance, connect
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current
 from openppo.types import SingleProcess, StopCheck
+from tests.samples import with_last
 from tests.unit.orchestrator.conftest import PROMPTS, StubSampler
 
 GO = StopCheck()
@@ -343,10 +344,9 @@ def test_groups_with_images_of_an_agent_are_played_again(plan):
         trained = coordinator.wait_for_batch(GO)[0]
         with coordinator._changed:
             assert coordinator._changed.wait_for(lambda: len(coordinator.buffer.buffered) == 4, 10)
-            shown = coordinator.buffer.buffered[3][0]
-            shown.prompt = replace(
-                shown.prompt, media=(MediaItem({"pixel_values": torch.ones(1)}, 1, 1, 7),)
-            )
+            image = MediaItem({"pixel_values": torch.ones(1)}, 1, 1, key=7)
+            group = coordinator.buffer.buffered[3]
+            group[0] = with_last(group[0], media=(image,))
             state = json.loads(json.dumps(coordinator.state_dict()))
     assert numbers(trained) == [0, 1]
     assert [group["start"]["number"] for group in state["groups"]] == [2, 4, 5]

@@ -9,11 +9,22 @@ import pytest
 
 from openppo.datasets import BatchSampler, shuffled
 from openppo.experience.estimators import ESTIMATORS
+from openppo.media import MediaItem
 from openppo.orchestrator.groups import ATTEMPTS, GroupPlayer
 from openppo.orchestrator.schedule import Start
-from openppo.rollout.kept import as_json, from_json
+from openppo.rollout.kept import as_json, from_json, is_kept_whole
 from openppo.rollout.seeds import sample_seed
-from openppo.types import Ending, Episode, FinishReason, Prompt, Score, SingleProcess, Trajectory
+from openppo.types import (
+    Ending,
+    Episode,
+    FinishReason,
+    Prompt,
+    Sample,
+    Score,
+    Segment,
+    SingleProcess,
+)
+from tests.samples import one_segment
 from tests.unit.orchestrator.conftest import PROMPTS
 
 
@@ -26,11 +37,11 @@ class Scorer:
         self.batches, self.gate, self.threads = [], threading.Event(), set()
         self.gate.set()
 
-    def score(self, trajectories):
+    def score(self, samples):
         self.threads.add(threading.get_ident())
-        self.batches.append(sorted({t.group for t in trajectories}))
+        self.batches.append(sorted({sample.group for sample in samples}))
         assert self.gate.wait(10)
-        return [Score({"reward": float(t.prompt.index)}) for t in trajectories]
+        return [Score({"reward": float(sample.prompt.index)}) for sample in samples]
 
 
 def played(player, *numbers):
@@ -64,7 +75,7 @@ def test_failed_samples_are_replaced_with_other_seeds(plan, sampler):
     first = {sample_seed(42, 3 * 2 + i) for i in range(3)}
     sampler.failing = lambda group, seed: seed in first
     (outcome,) = played(GroupPlayer({"": plan}, sampler, None), 2)
-    assert len(outcome.trajectories) == 3
+    assert len(outcome.samples) == 3
     assert len({seed for _, seed, _ in sampler.asked}) == 6
     assert outcome.metrics.reduced(SingleProcess())["sampled"] == 3
 
@@ -74,8 +85,8 @@ def test_a_group_goes_on_with_two_survivors_and_fails_with_one(plan, sampler):
     seeds = {lost, *(sample_seed(lost, attempt) for attempt in range(1, ATTEMPTS))}
     sampler.failing = lambda group, seed: group == 1 or seed in seeds
     two, none = played(GroupPlayer({"": plan}, sampler, None), 0, 1)
-    assert len(two.trajectories) == 2
-    assert none.trajectories is None
+    assert len(two.samples) == 2
+    assert none.samples is None
     assert none.error.startswith("no answer to prompt")
     assert sum(group == 1 for group, *_ in sampler.asked) == 3 * ATTEMPTS
 
@@ -95,14 +106,14 @@ def test_groups_that_wait_are_scored_together_on_one_thread(plan, sampler):
     outcomes = sampler.driver.drive(work())
     assert scorer.batches == [[0], [1, 2, 3]]
     for outcome in outcomes:
-        assert [t.scores for t in outcome.trajectories] == [
+        assert [sample.scores for sample in outcome.samples] == [
             {"reward": float(plan.prompt(outcome.number).index)}
         ] * 3
 
 
 def test_what_a_source_of_rewards_raises_ends_the_play(plan, sampler):
     class Broken(Scorer):
-        def score(self, trajectories):
+        def score(self, samples):
             raise ValueError("--reward_fn: broken")
 
     with pytest.raises(ValueError, match="--reward_fn: broken"):
@@ -112,76 +123,113 @@ def test_what_a_source_of_rewards_raises_ends_the_play(plan, sampler):
 def test_groups_of_one_reward_are_filtered_if_asked_for(plan, sampler):
     plan = dataclasses.replace(plan, most_in_vain=8)
     (outcome,) = played(GroupPlayer({"": plan}, sampler, Scorer()), 0)
-    assert outcome.trajectories == []
+    assert outcome.samples == []
 
 
 def test_a_group_on_which_the_reward_function_fails_is_not_only_filtered(plan, sampler):
     class Failing(Scorer):
-        def score(self, trajectories):
-            return [Score({"reward": 0.0}, failed=True, error="KeyError('x')")] * len(trajectories)
+        def score(self, samples):
+            return [Score({"reward": 0.0}, failed=True, error="KeyError('x')")] * len(samples)
 
     (outcome,) = played(GroupPlayer({"": plan}, sampler, Failing()), 0)
-    assert len(outcome.trajectories) == 3, "the step tells whether all samples fail"
+    assert len(outcome.samples) == 3, "the step tells whether all samples fail"
     (outcome,) = played(
         GroupPlayer({"": dataclasses.replace(plan, most_in_vain=8)}, sampler, Failing()), 0
     )
-    assert (outcome.trajectories, outcome.error) == (None, "KeyError('x')")
+    assert (outcome.samples, outcome.error) == (None, "KeyError('x')")
 
 
 def test_remax_gets_a_scored_greedy_response(plan, sampler):
     plan = dataclasses.replace(plan, n_samples=1, estimator=ESTIMATORS["remax"])
     (outcome,) = played(GroupPlayer({"": plan}, sampler, Scorer()), 4)
-    (sample,) = outcome.trajectories
-    (greedy,) = sample.greedy
-    assert greedy.scores == sample.scores == {"reward": float(plan.prompt(4).index)}
+    (sample,) = outcome.samples
+    assert sample.greedy.scores == sample.scores == {"reward": float(plan.prompt(4).index)}
+
+
+def segment(n_actions, **fields):
+    """A segment after the prompt 9, each of its actions sampled by a later policy than the one before."""
+    n = 1 + n_actions
+    return Segment(
+        token_ids=[9, *range(1, n)],
+        action_mask=[False] + [True] * n_actions,
+        log_probs=[0.0, -1e-9, *(-place / 3 for place in range(2, n))],
+        versions=[-1, *range(4, 4 + n_actions)],
+        n_prompt=1,
+        finish_reason=FinishReason.LENGTH,
+        **fields,
+    )
 
 
 def test_json_of_a_group_gives_it_back():
+    image = MediaItem({}, token_id=9, n_tokens=1, key=5)
     prompt = dataclasses.replace(
-        PROMPTS[3], row={"bytes": b"no JSON"}, messages=[{"role": "user", "content": "x"}]
+        PROMPTS[3],
+        row={"bytes": b"no JSON"},
+        messages=[{"role": "user", "content": "x"}],
+        media=(image,),
     )
     episode = Episode(
         [{"role": "user", "content": "x"}],
         Ending.MAX_TURNS,
         2,
+        error="late",
         output="end",
         tool_rewards={"a": [0.5]},
     )
-    greedy = Trajectory(
-        [3, 2], [False, True], [0.0, 0.0], [-1, 4], FinishReason.STOP, prompt, 7, scores={"r": 1.0}
+    greedy = one_segment(
+        [3, 2],
+        [False, True],
+        [0.0, 0.0],
+        versions=[-1, 4],
+        finish_reason=FinishReason.STOP,
+        prompt=prompt,
+        group=7,
+        scores={"r": 1.0},
+        stop=("c",),
     )
-    parts = [
-        Trajectory(
-            [9, 1, 5],
-            [False, True, True],
-            [0.0, -0.1 / 3, -1e-9],
-            [-1, 4, 5],
-            FinishReason.LENGTH,
-            dataclasses.replace(prompt, token_ids=[9]),
-            7,
-            fraction=fraction,
-            scores={"r": 0.1},
-            extras={"n": 2.5},
-            notes={"pred": "72"},
-            token_rewards=[0.0, 0.25, 0.5],
-            step_ends=[False, False, True],
-            greedy=(greedy,),
-            episode=episode,
-            trained_mask=[False, False, True],
-            stop=("c",),
-            reward_error="lost",
-        )
-        for fraction in (0.25, 0.75)
-    ]
-    again = from_json(json.loads(json.dumps(as_json(parts))), prompt)
-    assert again == parts
-    assert again[0].episode is again[1].episode
-    assert again[0].greedy[0] is again[1].greedy[0]
-    assert isinstance(again[0].prompt, Prompt)
-    older = as_json(parts)
-    del older["episodes"][0]["tool_rewards"]
-    for row in older["rows"]:
-        row["share"] = row.pop("fraction")
-    from_older = from_json(older, prompt)
-    assert from_older[0].episode.tool_rewards == {}, "of a checkpoint from before"
-    assert [segment.fraction for segment in from_older] == [0.25, 0.75]
+    first = segment(1, media=prompt.media, trained_mask=[False, False])
+    last = segment(
+        3,
+        media=prompt.media,
+        token_rewards=[0.0, 0.25, 0.0, 0.5],
+        step_ends=[False, True, False, True],
+        trained_mask=[False, False, True, True],
+    )
+    several = Sample(
+        prompt,
+        group=7,
+        segments=[first, last],
+        scores={"r": 0.1},
+        weight=0.5,
+        episode=episode,
+        greedy=greedy,
+        extras={"n": 2.5},
+        notes={"pred": "72"},
+        stop=("c", "d"),
+        reward_error="lost",
+    )
+    single = Sample(prompt, group=7, segments=[segment(2, media=prompt.media)], greedy=greedy)
+    group = [several, single]
+    assert is_kept_whole(group, prompt)
+    assert not is_kept_whole(group, PROMPTS[3]), "other images than those of the prompt"
+    again = from_json(json.loads(json.dumps(as_json(group))), prompt)
+    assert again == group
+    for sample in again:
+        assert sample.greedy is again[0].greedy, "one object for the whole group"
+        assert isinstance(sample.stop, tuple) and isinstance(sample.prompt, Prompt)
+    assert again[0].fractions == [0.25, 0.75]
+    assert isinstance(again[0].episode.ending, Ending)
+    assert isinstance(again[0].last.finish_reason, FinishReason)
+    assert again[0].last.trained_mask == [False, False, True, True]
+
+    without = [dataclasses.replace(sample, greedy=None) for sample in group]
+    assert from_json(json.loads(json.dumps(as_json(without))), prompt) == without
+
+
+def test_json_holds_every_field_of_a_sample_but_its_prompt_and_images():
+    """A field that is added later is kept, or stands here."""
+    sample = as_json([Sample(PROMPTS[0], group=7, segments=[segment(1)])])["samples"][0]
+    names = {field.name for field in dataclasses.fields(Sample)}
+    assert names - sample.keys() == {"prompt", "greedy"}, "once for a group"
+    names = {field.name for field in dataclasses.fields(Segment)}
+    assert names - sample["segments"][0].keys() == {"media"}, "those of the prompt"

@@ -9,7 +9,7 @@ from openppo.orchestrator.schedule import Start, TaskSchedule
 from openppo.orchestrator.work_buffer import WorkBuffer
 from openppo.rollout.failures import GROUPS_IN_A_ROW
 from openppo.rollout.tasks import TaskProgress, by_speed, by_success
-from openppo.types import FinishReason, Prompt, Trajectory
+from openppo.types import Completion, FinishReason, Prompt, Sample
 
 DURATIONS = {"short": 1, "middle": 5, "long": 20}
 RATIOS = {"short": 0.5, "middle": 0.3, "long": 0.2}
@@ -47,17 +47,10 @@ class Run:
                     (self.clock + DURATIONS[start.task], start.number, self.buffer.version),
                 )
             self.clock, number, version = heapq.heappop(self.ends)
-            row = Trajectory(
-                [1, 2],
-                [False, True],
-                [0.0, -1.0],
-                [-1, version],
-                FinishReason.STOP,
-                Prompt("", [1]),
-                number,
-            )
+            completion = Completion([2], [-1.0], [version], finish_reason=FinishReason.STOP)
+            sample = Sample.of_response(Prompt("", [1]), completion, number)
             self.schedule.accept(self.starts[number], [1.0], DURATIONS[self.starts[number].task])
-            self.buffer.complete(number, [row])
+            self.buffer.complete(number, [sample])
             had = set(self.buffer.buffered)
             batch = self.buffer.cut()
             for old in had - set(self.buffer.buffered) - {group[0].group for group in batch or []}:

@@ -2,21 +2,42 @@
 
 import heapq
 import random
+from dataclasses import replace
 
 import pytest
 
 from openppo.orchestrator.work_buffer import WorkBuffer
 from openppo.tracking import Metrics
-from openppo.types import Ending, Episode, FinishReason, Prompt, SingleProcess, Trajectory
+from openppo.types import (
+    Completion,
+    Ending,
+    Episode,
+    FinishReason,
+    Prompt,
+    Sample,
+    Segment,
+    SingleProcess,
+)
 
 PROMPT = Prompt("p", [1])
 
 
 def episode(number, *versions):
     """One prompt token, then an action of each version."""
+    return Sample(PROMPT, number, [segment(*versions)])
+
+
+def segment(*versions):
+    """One prompt token, then an action of each version."""
     n = len(versions)
-    lists = [1] * (n + 1), [False] + [True] * n, [0.0] + [-1.0] * n, [-1, *versions]
-    return Trajectory(*lists, FinishReason.STOP, PROMPT, number)
+    completion = Completion([1] * n, [-1.0] * n, list(versions), finish_reason=FinishReason.STOP)
+    return Segment.of_response(PROMPT, completion)
+
+
+def of_turns(number, *segments):
+    """An episode of which each turn has a segment of its own."""
+    played = Episode([], Ending.COMPLETED, n_turns=len(segments))
+    return Sample(PROMPT, number, list(segments), episode=played)
 
 
 def filled(*groups, batch=2, max_staleness=1, stale="drop"):
@@ -29,7 +50,7 @@ def filled(*groups, batch=2, max_staleness=1, stale="drop"):
 
 
 def numbers(batch):
-    return [[trajectory.group for trajectory in group] for group in batch]
+    return [[sample.group for sample in group] for group in batch]
 
 
 def test_room_follows_the_formula_of_the_gate():
@@ -64,7 +85,7 @@ def test_episodes_with_one_token_too_old_are_dropped_whole():
     buffer = filled([[0, 1], [1, 1], [1]], [[1], [1]], [[0], [1]], batch=2)
     buffer.advance(2)
     batch = buffer.cut()
-    assert [[t.versions for t in group] for group in batch] == [
+    assert [[sample.last.versions for sample in group] for group in batch] == [
         [[-1, 1, 1], [-1, 1]],
         [[-1, 1], [-1, 1]],
     ]
@@ -79,39 +100,41 @@ def test_episodes_with_one_token_too_old_are_dropped_whole():
 def test_masking_takes_only_old_tokens_out():
     buffer = filled([[0, 1, 2]], batch=1, max_staleness=1, stale="mask")
     buffer.advance(2)
-    ((trajectory,),) = buffer.cut()
-    assert trajectory.loss_mask == [False, False, True, True]
-    assert trajectory.action_mask == [False, True, True, True], "rewards read all that was sampled"
+    ((sample,),) = buffer.cut()
+    assert sample.last.loss_mask == [False, False, True, True]
+    assert sample.last.action_mask == [False, True, True, True], "rewards read all that was sampled"
     old = filled([[0, 0]], batch=1, stale="mask")
     old.advance(2)
     assert old.cut() is None
     assert old.counts["stale"] == 1
 
 
-def test_parts_of_one_episode_are_dropped_together():
-    first, second = episode(0, 0), episode(0, 1)
-    first.episode = second.episode = Episode([], Ending.COMPLETED, 2)
+def test_segments_of_one_sample_are_dropped_together():
+    old = of_turns(0, segment(0), segment(1))
     buffer = WorkBuffer(1, 1)
     buffer.submit(0)
-    buffer.complete(0, [first, second, episode(0, 1), episode(0, 2)])
+    buffer.complete(0, [old, episode(0, 1), episode(0, 2)])
     buffer.advance(2)
     ((*kept,),) = buffer.cut()
-    assert [t.versions for t in kept] == [[-1, 1], [-1, 2]]
+    assert [sample.n_actions for sample in kept] == [1, 1]
+    assert [sample.last.versions for sample in kept] == [[-1, 1], [-1, 2]]
 
 
-def test_masking_keeps_old_parts_and_rewards_for_scoring():
-    """A reward of an old turn still counts, and so does a part without young tokens."""
-    first, second = episode(0, 0, 0), episode(0, 0, 1)
-    first.episode = second.episode = Episode([], Ending.COMPLETED, 2)
-    first.token_rewards = [0.0, 0.0, 1.0]
+def test_masking_keeps_old_segments_and_rewards_for_scoring():
+    """A reward of an old turn still counts, and so does a segment without young tokens."""
+    first = replace(segment(0, 0), token_rewards=[0.0, 0.0, 1.0])
     buffer = WorkBuffer(1, 1, stale="mask")
     buffer.submit(0)
-    buffer.complete(0, [first, second])
+    buffer.complete(0, [of_turns(0, first, segment(0, 1))])
     buffer.advance(2)
-    (group,) = buffer.cut()
-    assert [part.loss_mask for part in group] == [[False, False, False], [False, False, True]]
-    assert [part.spans for part in group] == [[(1, 3)], [(1, 3)]]
-    assert group[0].token_rewards == [0.0, 0.0, 1.0]
+    ((sample,),) = buffer.cut()
+    assert [each.loss_mask for each in sample.segments] == [
+        [False, False, False],
+        [False, False, True],
+    ]
+    assert [each.spans for each in sample.segments] == [[(1, 3)], [(1, 3)]]
+    assert sample.segments[0].token_rewards == [0.0, 0.0, 1.0]
+    assert sample.total_reward({}) == 1.0
 
 
 def test_loss_by_length_is_measured_and_warned_of(caplog):
@@ -189,10 +212,12 @@ def run_schedule(rng, bound, every, stale, n_steps=12):
             continue
         for group in batch:
             ages = [
-                buffer.version - v
-                for t in group
-                for v, a in zip(t.versions, t.loss_mask, strict=True)
-                if a
+                buffer.version - version
+                for sample in group
+                for version, is_trained in zip(
+                    sample.last.versions, sample.last.loss_mask, strict=True
+                )
+                if is_trained
             ]
             assert min(ages) >= 0 and max(ages) <= bound, f"tokens {ages} steps old, of {bound}"
             assert group[0].group not in trained, "trained twice"

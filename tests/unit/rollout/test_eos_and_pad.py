@@ -1,6 +1,6 @@
 """Where other libraries went wrong: PAD = EOS, several EOS ids, no PAD, cut and empty responses, from end to end.
 
-A scripted model samples what each case wants; then trajectory, tensors, score, token rewards and GAE are compared
+A scripted model samples what each case wants; then sample, tensors, score, token rewards and GAE are compared
 with numbers worked out by hand.
 """
 
@@ -17,7 +17,7 @@ from openppo.experience.replay_buffer import collate
 from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import eos_token_ids, pad_token_id
 from openppo.rewards import FunctionScorer, ModelScorer, RewardFunction
-from openppo.rollout.engine_sampler import sample_trajectories
+from openppo.rollout.engine_sampler import sample_responses
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import FinishReason, Prompt, SamplingParams, SingleProcess
 
@@ -97,18 +97,19 @@ def test_ends_masks_texts_scores_and_returns_are_those_worked_out_by_hand(name, 
     model: Any = ScriptedModel({script[0]: script for script in scripts})
     prompts = [Prompt("", script[:n]) for script, n in zip(scripts, n_prompts, strict=True)]
     engine = HFEngine(model, eos, pad, max_batch_size=8)
-    trajectories = sample_trajectories(engine, prompts, SamplingParams(4), 1, seed=0, first_group=0)
+    samples = sample_responses(
+        engine, prompts, SamplingParams(4), n_samples=1, seed=0, first_group=0
+    )
     ends = [n + len(returns) for n, returns in zip(n_prompts, expected_returns, strict=True)]
     token_ids = [script[:end] for script, end in zip(scripts, ends, strict=True)]
-    assert [(t.token_ids, t.finish_reason) for t in trajectories] == list(
-        zip(token_ids, reasons, strict=True)
-    )
+    ended = [(sample.last.token_ids, sample.last.finish_reason) for sample in samples]
+    assert ended == list(zip(token_ids, reasons, strict=True))
 
     seen: list[str] = []
     function = RewardFunction(
         lambda responses: seen.extend(responses) or [0.0, 0.0], "f.py", columns=()
     )
-    FunctionScorer(function, tokenizer).score(trajectories)
+    FunctionScorer(function, tokenizer).score(samples)
     assert seen == texts, "without what ends or pads them"
 
     def place_and_token(inputs):
@@ -118,10 +119,10 @@ def test_ends_masks_texts_scores_and_returns_are_those_worked_out_by_hand(name, 
     scorer = ModelScorer(
         place_and_token, MicroBatchSize(2), pad, SingleProcess(), torch.device("cpu")
     )
-    read = [score.rewards["reward"] for score in scorer.score(trajectories)]
+    read = [score.rewards["reward"] for score in scorer.score(samples)]
     assert read == [100.0 * (len(ids) - 1) + ids[-1] for ids in token_ids], "the last sampled token"
 
-    batch = collate(trajectories, pad).with_fields(scores=torch.tensor([3.0, -2.0]))
+    batch = collate(samples, pad).with_fields(scores=torch.tensor([3.0, -2.0]))
     assert batch.truncated.tolist() == [reason is LENGTH for reason in reasons]
     kl = torch.full(
         batch.sequences.shape, 10.0

@@ -12,7 +12,7 @@ from openppo.agents.compat import PromptRequest
 from openppo.rollout.failures import NothingTrainedError
 from openppo.rollout.kept import oldest_version
 from openppo.tasks.overlap import OverlappingDataset
-from openppo.types import Completion, FinishReason, Prompt, SamplingParams
+from openppo.types import Completion, FinishReason, Prompt, SamplingParams, segments_of
 from tests.unit.agents.conftest import ScriptedEngine, make_chat_tokenizer
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "agents" / "programs.md"
@@ -74,19 +74,16 @@ def test_the_documented_loop_trains_on_whole_fresh_groups(tmp_path, monkeypatch)
     )
     assert len(batches) == 4
     for step, batch in enumerate(batches):
-        episodes = {id(turn.episode): turn.group for turn in batch}
-        assert (
-            set(Counter(episodes.values()).values()) == {SAMPLES}
-            and len(set(episodes.values())) == GROUPS
-        )
-        assert (
-            step - 1 <= min(map(oldest_version, batch))
-            and max(max(turn.versions) for turn in batch) <= step
-        )
-        assert all(
-            turn.scores == {"score": 1.0} and turn.prompt.row["n"] % 7 != 3 for turn in batch
-        )
-    assert len({turn.group for batch in batches for turn in batch}) == 4 * GROUPS, (
+        sizes = Counter(sample.group for sample in batch)
+        assert set(sizes.values()) == {SAMPLES} and len(sizes) == GROUPS
+        assert len({id(sample.episode) for sample in batch}) == len(batch)
+        newest = max(max(segment.versions) for segment in segments_of(batch))
+        assert step - 1 <= min(map(oldest_version, batch)) and newest <= step
+        for sample in batch:
+            number = sample.prompt.row["n"]
+            assert sample.scores == {"score": 1.0} and number % 7 != 3
+            assert len(sample.segments) == sample.episode.n_turns == 1 + number % 5
+    assert len({sample.group for batch in batches for sample in batch}) == 4 * GROUPS, (
         "no group is trained on twice"
     )
 
@@ -97,7 +94,7 @@ def test_no_more_groups_begin_than_the_bound_allows():
     assert [group.done() for group in groups] == [True] * 4 + [False] * 2
     play(dataset, 0, 1.0, 1.0)
     play(dataset, 1, 1.0, 1.0)
-    assert {turn.group for turn in dataset.take_groups()} == {0, 1}
+    assert {sample.group for sample in dataset.take_groups()} == {0, 1}
     assert not groups[4].done(), "the engine has the old weights"
     dataset.advance(1)
     assert all(group.done() for group in groups)
@@ -129,7 +126,7 @@ def test_groups_older_than_the_bound_are_dropped_and_replaced():
     assert dataset.work.counts["stale"] == 1
     assert groups[3].done()
     play(dataset, 2, 1.0, 2.0, versions=(1, 1))
-    assert [turn.scores["score"] for turn in dataset.take_groups()] == [1.0, 2.0]
+    assert [sample.scores["score"] for sample in dataset.take_groups()] == [1.0, 2.0]
 
 
 def test_a_group_needs_two_members_of_several():
@@ -139,7 +136,7 @@ def test_a_group_needs_two_members_of_several():
     [group] = begin(dataset, 1, n_samples=3)
     assert group.done(), "the failed group has left its place"
     play(dataset, 1, 1.0, None, 3.0)
-    assert [turn.scores["score"] for turn in dataset.take_groups()] == [1.0, 3.0]
+    assert [sample.scores["score"] for sample in dataset.take_groups()] == [1.0, 3.0]
     assert dataset.work.counts["failed"] == 1
 
 

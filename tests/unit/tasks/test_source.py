@@ -14,7 +14,7 @@ from openppo.rewards.scoring import TaskScorer
 from openppo.rollout.tasks import by_speed
 from openppo.tasks.server import TaskServer
 from openppo.tasks.source import TaskService, read_tasks, task_source
-from openppo.types import FinishReason, Prompt, Score, Trajectory
+from openppo.types import Completion, FinishReason, Prompt, Sample, Score
 
 TOOLS = """
 from openppo.agents.tools import BaseTool, OpenAIFunctionToolSchema
@@ -204,22 +204,15 @@ def test_each_task_is_scored_by_its_own_source():
         def __init__(self, reward):
             self.reward = reward
 
-        def score(self, trajectories):
-            return [Score({"reward": self.reward}) for _ in trajectories]
+        def score(self, samples):
+            return [Score({"reward": self.reward}) for _ in samples]
 
-    rows = [
-        Trajectory(
-            [1, 2],
-            [False, True],
-            [0.0, 0.0],
-            [-1, 0],
-            FinishReason.STOP,
-            Prompt("", [1], task=name),
-            i,
-        )
+    completion = Completion([2], [0.0], [0], finish_reason=FinishReason.STOP)
+    samples = [
+        Sample.of_response(Prompt("", [1], task=name), completion, i)
         for i, name in enumerate("abcab")
     ]
-    scores = TaskScorer({"a": Fixed(1.0), "b": Fixed(2.0), "c": None}).score(rows)
+    scores = TaskScorer({"a": Fixed(1.0), "b": Fixed(2.0), "c": None}).score(samples)
     assert [score.rewards.get("reward") for score in scores] == [1.0, 2.0, None, 1.0, 2.0]
 
 

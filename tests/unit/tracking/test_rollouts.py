@@ -25,17 +25,19 @@ TALK = [
 
 def rows_of(step: int, tokens: bool = False) -> list[dict[str, Any]]:
     """Rows whose labels, rewards and messages are of all types, the last of an agent."""
-    given = [
+    samples = [
         dataclasses.replace(ONE, prompt=Prompt(f"{step}", [1], label=label, source="s"))
         for label in LABELS
     ]
-    given[0] = dataclasses.replace(given[0], scores={"b": 1, "c": 2}, extras={"n": 2.0})
-    given.append(
+    samples[0] = dataclasses.replace(
+        samples[0], scores={"b": 1, "c": 2}, extras={"n": 2.0}, greedy=ONE
+    )
+    samples.append(
         dataclasses.replace(ONE, episode=Episode(TALK, Ending.TIMEOUT, n_turns=1, error="late"))
     )
     return [
-        {"sample": i} | rollout_row(t, BYTES, t.total_reward({"a": 0.25}), tokens)
-        for i, t in enumerate(given)
+        {"sample": i} | rollout_row(sample, BYTES, {"a": 0.25}, tokens=tokens)
+        for i, sample in enumerate(samples)
     ]
 
 
@@ -92,8 +94,8 @@ def test_datasets_reads_splits_and_all_types_as_one_table(tmp_path: Path, tokens
             tracker.log_rollouts(step, "train", [row])
     tracker.log_rollouts(3, "eval", rows_of(3, tokens))
     assert len(files_of(tmp_path / "rollouts")) == 22
-    found = load_dataset(str(tmp_path / "rollouts"), cache_dir=str(tmp_path / "cache"))
-    assert {name: len(rows) for name, rows in found.items()} == {"train": 21, "test": 7}
+    splits = load_dataset(str(tmp_path / "rollouts"), cache_dir=str(tmp_path / "cache"))
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 21, "test": 7}
     files = [str(file) for file in sorted((tmp_path / "rollouts").glob("*.jsonl"))]
     whole = load_dataset("json", data_files=files, cache_dir=str(tmp_path / "cache"), split="train")
     assert len(whole) == 28
@@ -117,9 +119,13 @@ def test_datasets_reads_splits_and_all_types_as_one_table(tmp_path: Path, tokens
         "late",
         TALK,
     )
+    assert [row["greedy"] == "null" for row in first] == [False, *[True] * 6]
     if tokens:
-        given = [(row["token_ids"], row["action_mask"], row["log_probs"]) for row in whole]
-        assert given == [(ONE.token_ids, ONE.action_mask, ONE.log_probs)] * 28
+        names = ("token_ids", "action_mask", "log_probs", "versions")
+        expected = {name: getattr(ONE.last, name) for name in names} | {"token_rewards": [0.0] * 3}
+        for row in whole:
+            [segment] = row["segments"]
+            assert {name: segment[name] for name in expected} == expected
 
 
 def test_the_report_reads_a_dump_as_samples(

@@ -143,16 +143,16 @@ class Engine:
 
 
 class Scorer:
-    """Scores each trajectory with ``score_of(trajectory)``."""
+    """Scores each sample with ``score_of(sample)``."""
 
     collective = True
 
-    def __init__(self, score_of=lambda trajectory: Score({"a": float(trajectory.token_ids[-1])})):
+    def __init__(self, score_of=lambda sample: Score({"a": float(sample.last.token_ids[-1])})):
         self.score_of = score_of
 
-    def score(self, trajectories):
+    def score(self, samples):
         torch.rand(1)  # as a reward function may
-        return list(map(self.score_of, trajectories))
+        return list(map(self.score_of, samples))
 
 
 class Record(SimpleNamespace):

@@ -4,14 +4,14 @@ import math
 import random
 import statistics
 from collections import defaultdict
+from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 
 import pytest
 
 from openppo.experience.scoring import begin_scoring
-from openppo.rollout.engine_sampler import sample_trajectories
-from openppo.rollout.episodes import by_episode, episode_reward
+from openppo.rollout.engine_sampler import sample_responses
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.evaluation.evaluator import Grading, pass_at_k, pass_ks
 from openppo.trainer.evaluation.passing import PassWatch
@@ -21,11 +21,12 @@ from openppo.types import (
     Episode,
     FinishReason,
     Prompt,
+    Sample,
     SamplingParams,
     Score,
+    Segment,
     SingleProcess,
     StopCheck,
-    Trajectory,
 )
 from tests.ranks import on_ranks
 from tests.unit.trainer.conftest import Engine, Scorer
@@ -77,34 +78,37 @@ def at_random(_, prompt, seed, params):
     )
 
 
-def two_rewards(t):
+def two_rewards(sample):
     """Two named ones, one for each response token, an extra, and a text."""
-    named = {"right": float(sum(t.response_ids) % 2), "bonus": float(len(t.response_ids))}
-    extras = {"first": float(t.response_ids[0])}
-    return Score(named, [0.1 * token for token in t.token_ids], extras=extras, notes={"pred": "72"})
+    ids = sample.last.response_ids
+    return Score(
+        {"right": float(sum(ids) % 2), "bonus": float(len(ids))},
+        [0.1 * token for token in sample.last.token_ids],
+        extras={"first": float(ids[0])},
+        notes={"pred": "72"},
+    )
 
 
 def evaluated(comm, prompts=PROMPTS, pass_reward=2.5, weights=WEIGHTS, score_of=two_rewards):
     """Metrics and this rank's scored responses, four to each prompt."""
     params = SamplingParams(max_new_tokens=4, temperature=0.7)
-    responses = sample_trajectories(
-        Engine(at_random), prompts, params, n_samples=4, seed=5, comm=comm
-    )
+    responses = sample_responses(Engine(at_random), prompts, params, n_samples=4, seed=5, comm=comm)
     scored = begin_scoring(Scorer(score_of), responses, StopCheck(), prefix="eval_")
     return Grading(comm, pass_reward, weights).measure(scored), list(scored)
 
 
-def naive_metrics(trajectories, pass_reward):
+def naive_metrics(samples, pass_reward):
     """By the names of the metrics, without their prefix; four responses to each prompt."""
-    right = [float(sum(t.response_ids) % 2) for t in trajectories]
-    lengths = [len(t.response_ids) for t in trajectories]
-    of_tokens = [sum(0.1 * token for token in t.response_ids) for t in trajectories]
+    responses = [sample.last.response_ids for sample in samples]
+    right = [float(sum(response) % 2) for response in responses]
+    lengths = [len(response) for response in responses]
+    of_tokens = [sum(0.1 * token for token in response) for response in responses]
     rewards = [
         r + 0.25 * n + tokens for r, n, tokens in zip(right, lengths, of_tokens, strict=True)
     ]
     passed = defaultdict(list)
-    for trajectory, reward in zip(trajectories, rewards, strict=True):
-        passed[trajectory.prompt.text].append(reward >= pass_reward)
+    for sample, reward in zip(samples, rewards, strict=True):
+        passed[sample.prompt.text].append(reward >= pass_reward)
 
     def shares_at(k):
         return [
@@ -126,10 +130,10 @@ def naive_metrics(trajectories, pass_reward):
         "reward/right": statistics.mean(right),
         "reward/bonus": statistics.mean(lengths),
         "reward/of_tokens": statistics.mean(of_tokens),
-        "extra/first": statistics.mean(t.response_ids[0] for t in trajectories),
+        "extra/first": statistics.mean(response[0] for response in responses),
         "response_length": statistics.mean(lengths),
         "truncated_fraction": statistics.mean(
-            t.finish_reason is FinishReason.LENGTH for t in trajectories
+            sample.last.finish_reason is FinishReason.LENGTH for sample in samples
         ),
         "reward_ci95": half_width(means),
         **{f"pass@{k}": statistics.mean(shares_at(k)) for k in (1, 2, 4)},
@@ -139,10 +143,12 @@ def naive_metrics(trajectories, pass_reward):
 
 def test_metrics_are_those_of_naive_counts_in_all_and_for_each_source():
     metrics, responses = evaluated(SingleProcess())
-    assert [t.prompt for t in responses] == [prompt for prompt in PROMPTS for _ in range(4)]
+    assert [sample.prompt for sample in responses] == [
+        prompt for prompt in PROMPTS for _ in range(4)
+    ]
     expected = {f"eval_{name}": value for name, value in naive_metrics(responses, 2.5).items()}
     for source in ("math", "code"):
-        of_source = [t for t in responses if t.prompt.source == source]
+        of_source = [sample for sample in responses if sample.prompt.source == source]
         expected |= {
             f"eval/{source}/{name}": value for name, value in naive_metrics(of_source, 2.5).items()
         }
@@ -157,13 +163,13 @@ def test_metrics_are_those_of_naive_counts_in_all_and_for_each_source():
         (2.5, 2.5 + 1e-6, False),
         (rounded, 1.0, True),
     ):
-        parts = parts_of(Ending.COMPLETED, 1, {"reward": reward})
-        assert Grading(SingleProcess(), pass_reward).passes(parts) == expected
+        sample = played(Ending.COMPLETED, 1, {"reward": reward})
+        assert Grading(SingleProcess(), pass_reward).passes(sample) == expected
 
 
 def test_a_single_reward_is_reported_once_and_errors_count():
-    def nameless(trajectory):
-        return Score({"reward": 0.5}, failed=trajectory.prompt.text == "a")
+    def nameless(sample):
+        return Score({"reward": 0.5}, failed=sample.prompt.text == "a")
 
     metrics, _ = evaluated(
         SingleProcess(), [Prompt("a", [1]), Prompt("b", [2])], weights={}, score_of=nameless
@@ -179,94 +185,93 @@ def test_a_single_reward_is_reported_once_and_errors_count():
 def test_metrics_and_responses_do_not_depend_on_the_number_of_ranks(world_size):
     alone, responses = evaluated(SingleProcess())
     together = on_ranks(world_size, evaluated)
-    assert [trajectory for _, of_rank in together for trajectory in of_rank] == responses
+    assert [sample for _, of_rank in together for sample in of_rank] == responses
     assert together[0][0] == pytest.approx(alone, abs=1e-12)
     assert all(metrics == together[0][0] for metrics, _ in together), (
         "the same numbers to the last bit"
     )
-    assert len({tuple(t.response_ids) for t in responses}) > 10, (
+    assert len({tuple(sample.last.response_ids) for sample in responses}) > 10, (
         "each sample has random numbers of its own"
     )
 
 
-def parts_of(ending, n, scores=(), of_turn=None, group=0):
-    """The parts of an episode, of one action each, the last of which has the reward ``of_turn``."""
-    played = Episode([{"role": "assistant", "content": ending.value}], ending, n_turns=n)
-    rewards = (
-        [[0.0, reward] for reward in [*[0.0] * (n - 1), of_turn]]
-        if of_turn is not None
-        else [None] * n
-    )
-    return [
-        Trajectory(
-            *(
-                [1, 2 + i],
-                [False, True],
-                [0.0, -1.0],
-                [-1, 0],
-                FinishReason.STOP,
-                Prompt("p", [1]),
-                group,
-            ),
-            **{
-                "scores": dict(scores),
-                "token_rewards": reward,
-                "step_ends": reward and [False, True],
-            },
-            **{"episode": played, "fraction": 1 / n},
+def played(ending, n, scores=(), of_turn=None, group=0):
+    """An episode in ``n`` segments, of one action each, the last of which has the reward ``of_turn``."""
+    segments = []
+    for place in range(n):
+        segment = Segment(
+            token_ids=[1, 2 + place],
+            action_mask=[False, True],
+            log_probs=[0.0, -1.0],
+            versions=[-1, 0],
+            n_prompt=1,
+            finish_reason=FinishReason.STOP,
         )
-        for i, reward in enumerate(rewards)
-    ]
+        if of_turn is not None:
+            reward = of_turn if place == n - 1 else 0.0
+            segment = replace(segment, token_rewards=[0.0, reward], step_ends=[False, True])
+        segments.append(segment)
+
+    messages = [{"role": "assistant", "content": ending.value}]
+    return Sample(
+        Prompt("p", [1]),
+        group,
+        segments,
+        scores=dict(scores),
+        episode=Episode(messages, ending, n_turns=n),
+    )
 
 
 def test_an_episode_is_scored_once_unless_it_failed_or_has_a_reward():
     seen = []
 
-    def score_of(trajectory):
-        seen.append(trajectory.token_ids)
+    def score_of(sample):
+        seen.append(sample.last.token_ids)
         return Score({"good": 2.0, "bad": -0.5}, [9.0, 0.25])
 
-    plain, turns = (
-        parts_of(Ending.MAX_TURNS, 3),
-        parts_of(Ending.COMPLETED, 2, of_turn=0.5, group=1),
-    )
-    own, lost = (
-        parts_of(Ending.COMPLETED, 2, {"reward": 7.0}),
-        parts_of(Ending.TIMEOUT, 1, {"reward": 0.0}),
-    )
-    rows = [*plain, *own, *turns, *lost]
-    scored = begin_scoring(Scorer(score_of), rows, StopCheck())
-    assert [t.scores for t in scored] == [{"good": 2.0, "bad": -0.5}] * 3 + [
-        {"reward": 7.0}
-    ] * 2 + [
-        *[{"good": 2.0, "bad": -0.5}] * 2,
+    plain = played(Ending.MAX_TURNS, 3)
+    turns = played(Ending.COMPLETED, 2, of_turn=0.5, group=1)
+    own = played(Ending.COMPLETED, 2, {"reward": 7.0})
+    lost = played(Ending.TIMEOUT, 1, {"reward": 0.0})
+    samples = [plain, own, turns, lost]
+    scored = list(begin_scoring(Scorer(score_of), samples, StopCheck()))
+    assert [sample.scores for sample in scored] == [
+        {"good": 2.0, "bad": -0.5},
+        {"reward": 7.0},
+        {"good": 2.0, "bad": -0.5},
         {"reward": 0.0},
     ]
-    assert seen == [plain[-1].token_ids, turns[-1].token_ids], "by the last part"
-    assert [t.token_rewards for t in turns] == [[0.0, 0.0], [0.0, 0.75]], (
-        "rewards of turns and of sources add up"
-    )
-    assert [episode_reward(parts, {}) for parts in (plain, own, turns)] == [1.75, 7.0, 2.25]
+    assert seen == [plain.last.token_ids, turns.last.token_ids], "by the last segment"
+    token_rewards = [[segment.token_rewards for segment in sample.segments] for sample in scored]
+    assert token_rewards == [
+        [None, None, [0.0, 0.25]],
+        [None, None],
+        [[0.0, 0.0], [0.0, 0.75]],  # rewards of turns and of sources add up
+        [None],
+    ]
+    assert [sample.total_reward({}) for sample in scored] == [1.75, 7.0, 2.25, 0.0]
+    assert [sample.scores for sample in samples] == [{}, {"reward": 7.0}, {}, {"reward": 0.0}]
+    assert turns.segments[1].token_rewards == [0.0, 0.5], "and the samples stay as they were"
 
 
 def test_the_reward_of_pass_on_decides_alone():
     right, wrong = {"right": 1.0, "short": -0.2}, {"right": 0.0, "short": 5.0}
     grading = Grading(SingleProcess(), 1.0, {"right": 0.1}, pass_on="right")
-    rows = [
-        *parts_of(Ending.COMPLETED, 2, right, of_turn=-3.0),
-        *parts_of(Ending.COMPLETED, 1, wrong),
+    samples = [
+        played(Ending.COMPLETED, 2, right, of_turn=-3.0),
+        played(Ending.COMPLETED, 1, wrong),
+        played(Ending.TIMEOUT, 1, {"reward": 7.0}),
     ]
-    rows += parts_of(Ending.TIMEOUT, 1, {"reward": 7.0})
-    assert [grading.passes(parts) for parts in by_episode(rows)] == [True, False, False]
-    assert grading.measure(rows)["eval_pass@1"] == pytest.approx(1 / 3)
+    assert [grading.passes(sample) for sample in samples] == [True, False, False]
+    assert grading.measure(samples)["eval_pass@1"] == pytest.approx(1 / 3)
 
 
 def test_a_task_without_the_reward_of_pass_on_passes_by_its_sum():
     grading = Grading(SingleProcess(), 1.0, pass_on="right")
     for task, expected in (("sums", True), ("", False)):
-        (row,) = parts_of(Ending.COMPLETED, 1, {"reward": 1.0})
-        row.prompt = Prompt("p", [1], task=task)
-        assert grading.passes([row]) == expected
+        sample = played(Ending.COMPLETED, 1, {"reward": 1.0})
+        sample = replace(sample, prompt=Prompt("p", [1], task=task))
+        assert grading.passes(sample) == expected
 
 
 LOW, LOWER = {"right": 0.5, "short": -0.25}, {"right": 0.0, "short": -0.5}
@@ -277,11 +282,10 @@ def looked_at(*evaluations, last=False, **grading):
     """What is logged of evaluations of episodes with such rewards."""
     watch = PassWatch(SingleProcess())
     for i, scores in enumerate(evaluations):
-        rows = [row for each in scores for row in parts_of(Ending.COMPLETED, 1, each)]
-        rows += parts_of(Ending.TIMEOUT, 1, {"reward": 0.0})
-        watch.look(
-            Grading(SingleProcess(), **grading), rows, is_last=last and i == len(evaluations) - 1
-        )
+        samples = [played(Ending.COMPLETED, 1, each) for each in scores]
+        samples.append(played(Ending.TIMEOUT, 1, {"reward": 0.0}))
+        is_last = last and i == len(evaluations) - 1
+        watch.look(Grading(SingleProcess(), **grading), samples, is_last=is_last)
 
 
 def test_a_run_that_nothing_passes_is_warned_once(caplog):
@@ -318,8 +322,8 @@ def test_runs_that_pass_or_cannot_yet_are_not_warned(caplog):
 
 def test_rewards_of_all_ranks_are_compared(caplog):
     def look(comm):
-        rows = parts_of(Ending.COMPLETED, 1, [LOW, LOWER, {"right": 1.0}][comm.rank])
-        PassWatch(comm).look(Grading(comm), rows, is_last=True)
+        sample = played(Ending.COMPLETED, 1, [LOW, LOWER, {"right": 1.0}][comm.rank])
+        PassWatch(comm).look(Grading(comm), [sample], is_last=True)
 
     on_ranks(2, look)
     assert len(caplog.messages) == 1, "of rank 0"
@@ -328,12 +332,12 @@ def test_rewards_of_all_ranks_are_compared(caplog):
     assert caplog.messages == []
 
 
-def test_metrics_count_an_episode_once_however_many_parts_it_has():
-    rows = [
-        *parts_of(Ending.COMPLETED, 3, {"won": 1.0}, 0.5),
-        *parts_of(Ending.COMPLETED, 1, {"won": 0.0}),
+def test_metrics_count_a_sample_once_however_many_segments_it_has():
+    samples = [
+        played(Ending.COMPLETED, 3, {"won": 1.0}, of_turn=0.5),
+        played(Ending.COMPLETED, 1, {"won": 0.0}),
     ]
-    metrics = Grading(SingleProcess(), pass_reward=1.5).measure(rows)
+    metrics = Grading(SingleProcess(), pass_reward=1.5).measure(samples)
     expected = {
         "reward": 0.75,
         "reward_std": 0.75,

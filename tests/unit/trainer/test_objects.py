@@ -14,10 +14,9 @@ from openppo.models import Actor
 from openppo.models.batching import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.rewards.build import ScorerSetup
-from openppo.rollout.engine_sampler import make_trajectory
 from openppo.trainer.model_checks import check_models
 from openppo.trainer.objects import GIVEN, OwnObjects
-from openppo.types import Completion, FinishReason, Prompt, SingleProcess
+from openppo.types import Completion, FinishReason, Prompt, Sample, SingleProcess
 from tests.unit.trainer.conftest import SIZES, OneOf
 
 
@@ -313,12 +312,11 @@ def test_a_function_that_is_given_stays_in_the_process(make_tokenizer, caplog):
         scorer = ScorerSetup(
             source, make_tokenizer(), run, [], "m", MicroBatchSize(2), {}, function=here
         ).build()
-    made = make_trajectory(
-        Prompt("a", [4]), Completion([5, 1], [0.0, 0.0], [0, 0], FinishReason.STOP), 0
-    )
+    completion = Completion([5, 1], [0.0, 0.0], [0, 0], finish_reason=FinishReason.STOP)
+    sample = Sample.of_response(Prompt("a", [4]), completion, group=0)
     assert (
         "reward_fn stays in this process: --reward_workers are for functions in files"
         in caplog.text
     )
-    assert [score.rewards for score in scorer.score([made])] == [{"reward": 1.0}]
+    assert [score.rewards for score in scorer.score([sample])] == [{"reward": 1.0}]
     assert len(called) == 1

@@ -19,7 +19,8 @@ from openppo.trainer.callbacks import Callback
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.source import PromptSource, first_groups
 from openppo.trainer.update import SkippedSteps
-from openppo.types import Completion, FinishReason, Prompt, Score, SingleProcess, Trajectory
+from openppo.types import Completion, FinishReason, Prompt, Score, SingleProcess
+from tests.samples import one_segment, with_last
 from tests.unit.trainer.conftest import OneOf, Scorer, StopIn, Strategy, prompts, trainer_of
 
 
@@ -90,9 +91,9 @@ def test_passes_samples_and_tokens_of_the_whole_run_are_counted():
 def test_errors_are_those_of_all_responses_of_a_step_and_no_others():
     """Prompts on which all responses fail earn the same and are dropped; that they failed is known all the same."""
 
-    def fails_on_bad(trajectory):
-        failed = trajectory.prompt.text == "bad"
-        return Score({"a": trajectory.token_ids[-1] * (not failed)}, failed=failed)
+    def fails_on_bad(sample):
+        failed = sample.prompt.text == "bad"
+        return Score({"a": 0.0 if failed else sample.last.token_ids[-1]}, failed=failed)
 
     plain, _ = ppo(3, score=fails_on_bad)
     dynamic, _ = ppo(
@@ -112,12 +113,11 @@ def test_errors_are_those_of_all_responses_of_a_step_and_no_others():
     "options", [{}, {"dynamic_sampling": True, "n_samples_per_prompt": 2}], ids=["all", "dynamic"]
 )
 def test_a_step_whose_samples_all_fail_ends_the_run_after_a_checkpoint(options):
-    def fails_after_a_step(trajectory):
-        failed, prompt = trainer.global_step > 0, trajectory.prompt.text
+    def fails_after_a_step(sample):
         return Score(
-            {"a": float(trajectory.token_ids[-1])},
-            failed=failed,
-            error=f"KeyError('x') for prompt {prompt!r}",
+            {"a": float(sample.last.token_ids[-1])},
+            failed=trainer.global_step > 0,
+            error=f"KeyError('x') for prompt {sample.prompt.text!r}",
         )
 
     trainer, record = ppo(3, score=fails_after_a_step, train_batch_size=2, **options)
@@ -129,8 +129,8 @@ def test_a_step_whose_samples_all_fail_ends_the_run_after_a_checkpoint(options):
 
 
 def test_an_evaluation_whose_samples_all_fail_ends_the_run():
-    def fails_held_out(trajectory):
-        return Score({"a": 1.0}, failed=trajectory.prompt.text == "held out", error="KeyError('x')")
+    def fails_held_out(sample):
+        return Score({"a": 1.0}, failed=sample.prompt.text == "held out", error="KeyError('x')")
 
     trainer, record = ppo(3, evaluates=True, score=fails_held_out, eval_steps=2)
     with pytest.raises(NothingTrainedError, match=r"raised on all 1 samples.*KeyError\('x'\)"):
@@ -226,14 +226,15 @@ def test_a_resumed_run_normalizes_rewards_as_before():
     assert after.moments.state_dict() == before.moments.state_dict()
 
 
-def test_reading_a_trajectory_waits_for_its_score():
+def test_reading_a_sample_waits_for_its_score():
     trainer, _ = ppo(2)
     rollout, first, second = (trainer.rollout(prompts("a", "b")) for _ in range(3))
-    assert [t.scores for t in rollout.unscored] == [{}, {}]
-    assert [t.scores for t in rollout] == [{"a": 1.0}, {"a": 2.0}]
-    assert [t.scores["a"] for t in first + second] == [1.0, 2.0, 1.0, 2.0]
-    del rollout[0]
-    assert trainer.train_on(rollout)["reward"] == 2.0, "what is left out is not trained on"
+    before = rollout.unscored
+    assert [sample.scores for sample in before] == [{}, {}]
+    assert [sample.scores for sample in rollout] == [{"a": 1.0}, {"a": 2.0}]
+    assert [sample.scores for sample in before] == [{}, {}], "samples stay as they are"
+    assert [sample.scores["a"] for sample in [*first, *second]] == [1.0, 2.0, 1.0, 2.0]
+    assert trainer.train_on(rollout[1:])["reward"] == 2.0, "what is left out is not trained on"
 
 
 def test_a_stop_after_the_report_is_asked_of_all_ranks(monkeypatch):
@@ -382,8 +383,8 @@ def source_of(comm=None, estimator="gae", first_group=0, **options):
         echo,
         PROMPTS,
         PROMPTS[:3],
-        lambda t: Score({"last": float(t.token_ids[-1])}),
-        comm,
+        score=lambda sample: Score({"last": float(sample.last.token_ids[-1])}),
+        comm=comm,
         **options,
     )
     trainer.state.global_step, trainer.source.consumed_prompts = 7, first_group
@@ -393,24 +394,25 @@ def source_of(comm=None, estimator="gae", first_group=0, **options):
 def test_groups_stay_together_and_are_the_same_for_any_number_of_ranks():
     source = source_of(first_group=100)
     alone = source.rollout(PROMPTS).unscored
-    assert [t.group for t in alone] == [100, 100, 101, 101, 102, 102, 103, 103, 104, 104]
-    assert len({tuple(t.response_ids) for t in alone}) == 10
+    groups = [sample.group for sample in alone]
+    assert groups == [100, 100, 101, 101, 102, 102, 103, 103, 104, 104]
+    assert len({tuple(sample.last.response_ids) for sample in alone}) == 10
     assert source.engine.version == 7
     for world in (2, 3, 4):
         sources = [source_of(OneOf(rank, world), first_group=100) for rank in range(world)]
         of_ranks = [source.rollout(PROMPTS).unscored for source in sources]
-        assert [t for rank in of_ranks for t in rank] == alone
-        assert sum(len({t.group for t in rank}) for rank in of_ranks) == 5
+        assert [sample for rank in of_ranks for sample in rank] == alone
+        assert sum(len({sample.group for sample in rank}) for rank in of_ranks) == 5
 
 
 def test_the_greedy_response_is_sampled_once_per_prompt_and_scored_too():
-    trajectories = list(source_of(estimator="remax").rollout(PROMPTS[:2]))
-    greedy = [t.greedy[0] for t in trajectories]
-    assert [g.response_ids for g in greedy] == [[10, 0], [10, 0], [11, 0], [11, 0]]
+    samples = list(source_of(estimator="remax").rollout(PROMPTS[:2]))
+    greedy = [sample.greedy for sample in samples]
+    assert [each.last.response_ids for each in greedy] == [[10, 0], [10, 0], [11, 0], [11, 0]]
     assert greedy[0] is greedy[1]
-    assert [g.scores["last"] for g in greedy] == [0.0] * 4
-    assert all(t.scores["last"] == t.token_ids[-1] > 0 for t in trajectories)
-    assert source_of().rollout(PROMPTS[:1]).unscored[0].greedy == ()
+    assert [each.scores["last"] for each in greedy] == [0.0] * 4
+    assert all(sample.scores["last"] == sample.last.token_ids[-1] > 0 for sample in samples)
+    assert source_of().rollout(PROMPTS[:1]).unscored[0].greedy is None
 
 
 def test_evaluation_holds_the_weights_only_while_it_samples():
@@ -427,62 +429,71 @@ def test_evaluation_holds_the_weights_only_while_it_samples():
     source.scorer.score = lambda rows: seen.append("scored") or score(rows)
     responses = source.evaluate()
     assert seen == ["open", "closed", "scored"]
-    assert [t.group for t in responses] == [0, 0, 1, 1, 2, 2]
-    assert all(t.scores for t in responses)
+    assert [sample.group for sample in responses] == [0, 0, 1, 1, 2, 2]
+    assert all(sample.scores for sample in responses)
     assert source.state_dict() == {"consumed_batches": 0, "consumed_prompts": 0}
 
 
 def test_evaluation_by_another_function_replaces_all_rewards():
     source = source_of()
-    scorer = Scorer(lambda t: Score({"other": float(t.prompt.token_ids[0])}))
+    scorer = Scorer(lambda sample: Score({"other": float(sample.prompt.token_ids[0])}))
     source.components.grading = Grading(source.comm, scorer=scorer)
-    sample = source.sampled_by.sample
+    sampler = source.sampled_by
 
-    def as_an_agent(*arguments, **named):
-        made = sample(*arguments, **named)
-        for t in made:
-            t.scores, t.token_rewards = {"own": 1.0}, [1.0] * len(t.token_ids)
-        return made
+    def as_an_agent(request):
+        return [
+            sample.with_scores({"own": 1.0}, token_rewards=[1.0] * len(sample.last.token_ids))
+            for sample in sampler.sample(request)
+        ]
 
     source.sampled_by = SimpleNamespace(sample=as_an_agent)
-    assert [(t.scores, t.token_rewards) for t in source.evaluate()] == [
+    assert [(sample.scores, sample.last.token_rewards) for sample in source.evaluate()] == [
         ({"other": 10.0 + i}, None) for i in range(3)
     ]
-    assert all(t.scores.keys() == {"own", "last"} for t in source.rollout(PROMPTS)), (
-        "training keeps its own"
-    )
+    for sample in source.rollout(PROMPTS):
+        assert sample.scores.keys() == {"own", "last"}, "training keeps its own"
 
 
 def scored(group, *rewards):
     return [
-        Trajectory(
+        one_segment(
             [1, 2],
             [False, True],
             [0.0, -1.0],
-            [-1, 0],
-            FinishReason.STOP,
-            PROMPTS[0],
-            group,
-            scores={"a": r},
+            versions=[-1, 0],
+            finish_reason=FinishReason.STOP,
+            prompt=PROMPTS[0],
+            group=group,
+            scores={"a": reward},
         )
-        for r in rewards
+        for reward in rewards
     ]
 
 
+def in_steps(sample, *token_rewards):
+    """``sample`` with two actions that have such rewards."""
+    return with_last(
+        sample,
+        token_ids=[1, 2, 2],
+        action_mask=[False, True, True],
+        log_probs=[0.0, -1.0, -1.0],
+        versions=[-1, 0, 0],
+        token_rewards=[0.0, *token_rewards],
+    )
+
+
 def test_groups_with_one_reward_are_of_no_use_and_of_too_many_the_first_are_kept():
-    mixed, same, other = scored(4, 0.0, 1.0), scored(2, 1.0, 1.0), scored(9, 0.5, 0.5)
-    other[1].token_rewards = [0.0, 0.25]
+    mixed = scored(4, 0.0, 1.0)
+    same = scored(2, 1.0, 1.0)
+    other = scored(9, 0.5, 0.5)
+    other[1] = with_last(other[1], token_rewards=[0.0, 0.25])
     assert useful_groups([*mixed, *same, *other], False, {}) == [*mixed, *other]
     assert useful_groups([], False, {}) == []
     assert useful_groups(mixed, False, {"a": 0.0}) == []
-    unequal = scored(4, 1.0, 1.0)  # of use where steps are compared, though sums are equal
-    for row in (*same, *unequal):
-        row.token_ids, row.action_mask, row.token_rewards = (
-            [1, 2, 2],
-            [False, True, True],
-            [0.0, 0.5, 0.0],
-        )
-    unequal[1].token_rewards = [0.0, 0.0, 0.5]
+    same = [in_steps(sample, 0.5, 0.0) for sample in same]
+    early, late = scored(4, 1.0, 1.0)
+    # of use where steps are compared, though sums are equal
+    unequal = [in_steps(early, 0.5, 0.0), in_steps(late, 0.0, 0.5)]
     assert useful_groups([*same, *unequal], True, {}) == unequal
     assert useful_groups([*same, *unequal], False, {}) == []
     third, first, second = scored(7, 0.0, 1.0), scored(3, 0.0, 1.0), scored(5, 0.0, 1.0)

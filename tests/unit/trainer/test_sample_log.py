@@ -21,7 +21,7 @@ from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.media import MediaItem
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import JSONLTracker, Metrics
-from openppo.trainer.sample_log import StepDiagnostics
+from openppo.trainer.sample_log import StepDiagnostics, trained_samples
 from openppo.trainer.sample_rows import MAX_TOKENS, choose, rollout_row, sample_row, token_row
 from openppo.trainer.self_check import token_texts
 from openppo.types import (
@@ -31,9 +31,11 @@ from openppo.types import (
     FinishReason,
     ModelInputs,
     Prompt,
+    Sample,
+    Segment,
     SingleProcess,
-    Trajectory,
 )
+from tests.samples import one_segment, with_last
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -52,8 +54,8 @@ BYTES = byte_tokenizer()
 
 def response_to(
     prompt: list[int], group: int, n_tokens: int = 2, mask: list[int] | None = None
-) -> Trajectory:
-    return Trajectory(
+) -> Sample:
+    return one_segment(
         token_ids=[*prompt, *range(7, 7 + n_tokens)],
         action_mask=[False] * len(prompt) + [bool(a) for a in mask or [1] * n_tokens],
         log_probs=[0.0] * len(prompt) + [-0.5] * n_tokens,
@@ -65,11 +67,16 @@ def response_to(
     )
 
 
-def experience_of(t: Trajectory, **fields: list[float]) -> Experience:
-    mask, rollout = torch.tensor([t.action_mask]), torch.tensor([t.log_probs])
+def experience_of(segment: Segment, **fields: list[float]) -> Experience:
+    log_probs = torch.tensor([segment.log_probs])
     numbers = {name: torch.tensor([values]) for name, values in fields.items()}
-    made = Experience(ModelInputs.of([t], pad_token_id=0), mask, rollout, torch.tensor([False]))
-    return made.with_fields(**({"log_probs": rollout} | numbers))
+    experience = Experience(
+        ModelInputs.of([segment], pad_token_id=0),
+        action_mask=torch.tensor([segment.action_mask]),
+        rollout_log_probs=log_probs,
+        truncated=torch.tensor([False]),
+    )
+    return experience.with_fields(**({"log_probs": log_probs} | numbers))
 
 
 NINE = [response_to([i], group=i) for i in range(9)]
@@ -82,7 +89,7 @@ def test_the_same_prompts_are_chosen_from_any_batch() -> None:
     other = [response_to(prompt, 100 + group) for group, prompt in enumerate(reversed(prompts))]
     chosen = [first[i].prompt.token_ids for i in choose(first)]
     assert len(chosen) == 4
-    for batch in (other, [t for t in first if t.prompt.token_ids in chosen]):
+    for batch in (other, [sample for sample in first if sample.prompt.token_ids in chosen]):
         assert [batch[i].prompt.token_ids for i in choose(batch)] == chosen
     groups = [response_to([group], group) for group in range(6) for _ in range(8)]
     one, two, three, four = (groups[i].group for i in choose(groups))
@@ -100,11 +107,10 @@ def test_a_label_of_any_type_is_json(tmp_path: Path) -> None:
         b"\xff",
         (1, {day: math.nan, 2: "b"}),
     ):
-        sample = sample_row(
-            dataclasses.replace(ONE, prompt=Prompt("p", [1], label=label)), BYTES, reward=2.0
-        )
-        assert json.loads(json.dumps(sample)) == sample
-        tracker.log_samples(1, [sample, sample | {"label": label}])
+        sample = dataclasses.replace(ONE, prompt=Prompt("p", [1], label=label))
+        row = sample_row(sample, BYTES, weights={})
+        assert json.loads(json.dumps(row)) == row
+        tracker.log_samples(1, [row, row | {"label": label}])
     lines = [
         json.loads(line)["label"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()
     ]
@@ -135,9 +141,9 @@ def test_token_texts_of_real_tokenizers_put_together_are_the_text(name: str, ass
 
 
 def test_each_token_has_its_numbers_and_untrained_ones_have_none() -> None:
-    t = response_to([1, 2], group=0, n_tokens=3, mask=[1, 0, 1])
+    sample = response_to([1, 2], group=0, n_tokens=3, mask=[1, 0, 1])
     experience = experience_of(
-        t,
+        sample.last,
         log_probs=[0.0, 0.0, -1.0, 0.0, -0.25],
         ref_log_probs=[0.0, 0.0, -1.5, 0.0, -0.125],
         values=[0.0, 0.0, 0.5, 9.0, 1 / 3],
@@ -145,7 +151,7 @@ def test_each_token_has_its_numbers_and_untrained_ones_have_none() -> None:
         advantages=[0.0, 0.0, -1.25, 0.0, 1.5],
         returns=[0.0, 0.0, 1.99, 0.0, 2.0],
     )
-    row = token_row(t, BYTES, experience)
+    row = token_row(sample, BYTES, experience)
     assert {name: value for name, value in row.items() if not name.endswith("texts")} == {
         "first": 2,
         "prompt_ids": [1, 2],
@@ -159,7 +165,8 @@ def test_each_token_has_its_numbers_and_untrained_ones_have_none() -> None:
         "advantage": [-1.25, None, 1.5],
         "return": [1.99, None, 2.0],
     }
-    without = token_row(t, BYTES, experience_of(t, rewards=[0.0] * 5, advantages=[0.0] * 5))
+    bare = experience_of(sample.last, rewards=[0.0] * 5, advantages=[0.0] * 5)
+    without = token_row(sample, BYTES, bare)
     assert {"kl", "value", "return"} & without.keys() == set(), (
         "what a run does not have is left out"
     )
@@ -167,9 +174,10 @@ def test_each_token_has_its_numbers_and_untrained_ones_have_none() -> None:
 
 def test_of_a_long_response_both_ends_are_kept() -> None:
     n, half = MAX_TOKENS + 500, MAX_TOKENS // 2
-    t = response_to([1, 1], group=0, n_tokens=n)
-    t.token_ids[2:] = [i % 200 for i in range(n)]
-    row = token_row(t, BYTES, experience_of(t, values=[float(i) for i in range(n + 2)]))
+    sample = response_to([1, 1], group=0, n_tokens=n)
+    sample = with_last(sample, token_ids=[1, 1, *(i % 200 for i in range(n))])
+    experience = experience_of(sample.last, values=[float(i) for i in range(n + 2)])
+    row = token_row(sample, BYTES, experience)
     assert row["n_tokens"] == n
     assert row["value"] == [float(i + 2) for i in [*range(half), *range(n - half, n)]]
     assert len(row["texts"]) == len(row["ids"]) == len(row["trained"]) == MAX_TOKENS
@@ -202,8 +210,8 @@ class View(StepDiagnostics):
             strategy=strategy, tokenizer=BYTES, trackers=trackers, state=SimpleNamespace()
         )
         parts.grading = SimpleNamespace(measured_weights={"a": 0.25})
-        given = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "self_check": False}
-        super().__init__(from_options(TrainPPOConfig, **given), parts, total_steps)
+        options = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "self_check": False}
+        super().__init__(from_options(TrainPPOConfig, **options), parts, total_steps)
         self.weights = {"a": 0.5}
 
     def train_on(
@@ -216,21 +224,24 @@ class View(StepDiagnostics):
             self.observe(item, now, None if entropy is None else torch.full_like(now, entropy))
 
     def show(
-        self, step: int, trajectories: list[Trajectory], buffer: ReplayBuffer | None = None
+        self, step: int, samples: Sequence[Sample], buffer: ReplayBuffer | None = None
     ) -> None:
-        self.trained_on = trajectories
-        self.show_step(step, buffer or filled(trajectories), {})
+        self.trained_on = samples
+        self.show_step(step, buffer or filled(samples), {})
 
 
-def filled(trajectories: list[Trajectory], limit: int = 0, **fields: list[float]) -> ReplayBuffer:
+def filled(samples: Sequence[Sample], limit: int = 0, **fields: list[float]) -> ReplayBuffer:
     buffer = ReplayBuffer(limit=limit)
-    for t in trajectories:
-        numbers = [float(a) * t.group for a in t.action_mask]
-        buffer.append(
-            experience_of(
-                t, advantages=numbers, ref_log_probs=[-0.75 * a for a in t.action_mask], **fields
+    for sample in samples:
+        for segment in sample.segments:
+            mask = [float(is_action) for is_action in segment.action_mask]
+            experience = experience_of(
+                segment,
+                advantages=[number * sample.group for number in mask],
+                ref_log_probs=[-0.75 * number for number in mask],
+                **fields,
             )
-        )
+            buffer.append(experience)
     return buffer
 
 
@@ -240,15 +251,11 @@ def test_ratio_and_entropy_are_of_the_last_training_forward() -> None:
         view.train_on(1, buffer, change, entropy)
     view.show(1, NINE, buffer)
     assert len(view.samples) == len(view.tokens) == 4
-    for number, (sample, tokens) in enumerate(zip(view.samples, view.tokens, strict=True)):
-        group = int(sample["prompt"].split("[")[1].rstrip("]"))
-        assert sample["sample"] == tokens["sample"] == number
-        assert (sample["reward"], sample["rewards"], sample["response_length"]) == (
-            1.0,
-            {"a": 2.0},
-            2,
-        )
-        assert sample["kl"] == pytest.approx(2 * 0.25)
+    for number, (row, tokens) in enumerate(zip(view.samples, view.tokens, strict=True)):
+        group = int(row["prompt"].split("[")[1].rstrip("]"))
+        assert row["sample"] == tokens["sample"] == number
+        assert (row["reward"], row["rewards"], row["response_length"]) == (1.0, {"a": 2.0}, 2)
+        assert row["kl"] == pytest.approx(2 * 0.25)
         assert tokens["advantage"] == [group, group]
         assert tokens["ratio"] == [pytest.approx(math.exp(0.5), rel=1e-5)] * 2
         assert tokens["entropy"] == [1.5, 1.5]
@@ -268,7 +275,7 @@ def test_what_training_does_not_compute_is_left_out() -> None:
 
 
 def test_rank_0_logs_with_forwards_of_other_ranks() -> None:
-    elsewhere = {tuple(ONE.token_ids): {"ratio": torch.tensor([1.0, 2.0, 3.0])}}
+    elsewhere = {tuple(ONE.last.token_ids): {"ratio": torch.tensor([1.0, 2.0, 3.0])}}
     view, other = View(comm=Ranks(others=[[], elsewhere])), View(comm=Ranks(rank=1))
     for each in (view, other):
         each.show(1, [ONE])
@@ -295,21 +302,18 @@ def test_held_out_samples_have_the_engines_log_probs() -> None:
         view.config, dump=dataclasses.replace(view.config.dump, dump_rollouts="d")
     )
     view.components.trackers.log_rollouts = lambda step, split, rows: dumped.extend(rows)
-    graded = dataclasses.replace(
-        ONE, scores={"a": 2.0}, token_rewards=None, extras={"n": 3.0}, notes={"pred": "é"}
-    )
+    graded = dataclasses.replace(ONE, scores={"a": 2.0}, extras={"n": 3.0}, notes={"pred": "é"})
     view.show_evaluation(5, [graded])
-    (sample,), (tokens,) = view.samples, view.tokens
-    assert (sample["reward"], sample["extra"]) == (0.5, {"n": 3.0, "pred": "é"}), (
+    [row] = view.samples
+    [tokens] = view.tokens
+    assert (row["reward"], row["extra"]) == (0.5, {"n": 3.0, "pred": "é"}), (
         "with the weights of evaluations"
     )
     assert [(row["reward"], row["extra"]) for row in dumped] == [(0.5, '{"n": 3.0, "pred": "é"}')]
-    assert sample["evaluation"] is tokens["evaluation"] is True
-    assert sample["step"] == tokens["step"] == 5
+    assert row["evaluation"] is tokens["evaluation"] is True
+    assert row["step"] == tokens["step"] == 5
     assert tokens["log_prob"] == [-0.5, -0.5]
-    assert {"kl", "value", "entropy", "advantage", "ratio"} & (
-        tokens.keys() | sample.keys()
-    ) == set()
+    assert {"kl", "value", "entropy", "advantage", "ratio"} & (tokens.keys() | row.keys()) == set()
 
 
 def test_an_episode_is_logged_as_a_conversation_with_the_places_of_its_turns() -> None:
@@ -324,9 +328,10 @@ def test_an_episode_is_logged_as_a_conversation_with_the_places_of_its_turns() -
         {"role": "assistant", "content": "left"},
     ]
     played = Episode(messages, Ending.MAX_TURNS, n_turns=2, output="a wall")
-    t = response_to([1, 2], 0, n_tokens=7, mask=[1, 1, 0, 0, 1, 1, 1])
-    t = dataclasses.replace(t, episode=played, prompt=Prompt("", [1, 2]))
-    row, tokens = sample_row(t, BYTES, reward=2.0), token_row(t, BYTES)
+    sample = response_to([1, 2], 0, n_tokens=7, mask=[1, 1, 0, 0, 1, 1, 1])
+    sample = dataclasses.replace(sample, episode=played, prompt=Prompt("", [1, 2]))
+    row = sample_row(sample, BYTES, weights={})
+    tokens = token_row(sample, BYTES)
     expected = {
         "prompt": "look",
         "ending": "max_turns",
@@ -337,8 +342,12 @@ def test_an_episode_is_logged_as_a_conversation_with_the_places_of_its_turns() -
     assert {name: row[name] for name in expected} == expected
     assert (tokens["turns"], tokens["trained"]) == ([[0, 2], [4, 7]], [1, 1, 0, 0, 1, 1, 1])
     assert "turns" not in token_row(ONE, BYTES)
-    first = dataclasses.replace(t, action_mask=[False] * 9)
-    assert choose([first, t]) == [1], "of an episode in parts the last"
+    first = response_to([3, 4], 0, n_tokens=4).last
+    cut = dataclasses.replace(sample, segments=[first, sample.last])
+    row = sample_row(cut, BYTES, weights={})
+    assert (choose([cut]), row["response_length"]) == ([0], 4 + 5), "one sample in two segments"
+    assert row["response"] == BYTES.decode(sample.last.response_ids), "of the last segment"
+    assert token_row(cut, BYTES) == tokens, "of the last segment"
 
 
 def test_what_the_model_reads_before_its_first_turn_is_logged_once() -> None:
@@ -347,10 +356,12 @@ def test_what_the_model_reads_before_its_first_turn_is_logged_once() -> None:
     ids = BYTES(read)["input_ids"]
     messages = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "a wall"}]
     played = Episode(messages, Ending.COMPLETED, n_turns=1)
-    t = dataclasses.replace(response_to(ids, 0), episode=played, prompt=Prompt("look", ids))
-    row, tokens = sample_row(t, BYTES, reward=2.0), token_row(t, BYTES)
+    sample = response_to(ids, 0)
+    sample = dataclasses.replace(sample, episode=played, prompt=Prompt("look", ids))
+    row = sample_row(sample, BYTES, weights={})
+    tokens = token_row(sample, BYTES)
     assert (row["prompt"], row["rendered_prompt"]) == ("look", read)
-    assert row["rendered_prompt"] + row["response"] == BYTES.decode(t.token_ids), (
+    assert row["rendered_prompt"] + row["response"] == BYTES.decode(sample.last.token_ids), (
         "all that it read and wrote"
     )
     assert (tokens["first"], tokens["prompt_ids"], "".join(tokens["prompt_texts"])) == (
@@ -358,13 +369,13 @@ def test_what_the_model_reads_before_its_first_turn_is_logged_once() -> None:
         ids,
         read,
     )
-    plain = dataclasses.replace(t, episode=None, prompt=Prompt(read, ids))
-    assert "rendered_prompt" not in sample_row(plain, BYTES, reward=2.0), (
+    plain = dataclasses.replace(sample, episode=None, prompt=Prompt(read, ids))
+    assert "rendered_prompt" not in sample_row(plain, BYTES, weights={}), (
         "its prompt is what it read"
     )
-    unread = dataclasses.replace(t, episode=dataclasses.replace(played, n_turns=0))
-    assert "rendered_prompt" not in sample_row(unread, BYTES, reward=0.0)
-    dumped = [rollout_row(each, BYTES, 2.0, tokens=False) for each in (t, plain)]
+    unread = dataclasses.replace(sample, episode=dataclasses.replace(played, n_turns=0))
+    assert "rendered_prompt" not in sample_row(unread, BYTES, weights={})
+    dumped = [rollout_row(each, BYTES, {}, tokens=False) for each in (sample, plain)]
     assert [each["rendered_prompt"] for each in dumped] == [read, ""]
 
 
@@ -383,8 +394,9 @@ def test_of_a_long_prompt_both_ends_are_kept() -> None:
 def test_the_places_of_an_image_in_the_prompt_are_counted() -> None:
     ids, (pad,) = BYTES("<vision>~~~~~~ look")["input_ids"], BYTES("~")["input_ids"]
     item = MediaItem({}, token_id=pad, n_tokens=6, key=1)
-    t = dataclasses.replace(response_to(ids, 0), prompt=Prompt("look", ids, media=(item,)))
-    assert sample_row(t, BYTES, reward=2.0)["rendered_prompt"] == "<vision>~ x 6 look"
+    sample = with_last(response_to(ids, 0), media=(item,))
+    sample = dataclasses.replace(sample, prompt=Prompt("look", ids, media=(item,)))
+    assert sample_row(sample, BYTES, weights={})["rendered_prompt"] == "<vision>~ x 6 look"
 
 
 def test_failed_episodes_of_a_step_follow_those_trained_on() -> None:
@@ -395,7 +407,8 @@ def test_failed_episodes_of_a_step_follow_those_trained_on() -> None:
         "exit status 3: broken",
         "broken",
     )
-    failed = dataclasses.replace(ONE, action_mask=[False] * 3, episode=error)
+    failed = with_last(ONE, action_mask=[False] * 3)
+    failed = dataclasses.replace(failed, scores={"reward": 0.0}, episode=error)
     view, rollout = View(), Rollout([ONE], Metrics(), failed=[failed])
     view.show(2, rollout, filled([ONE]))
     view.show_failed(3, [failed])
@@ -413,11 +426,12 @@ def test_failed_episodes_of_a_step_follow_those_trained_on() -> None:
 
 
 def test_logs_and_dumps_have_the_reward_of_the_whole_episode() -> None:
-    """An episode in two parts, of which each earned something, and another one."""
+    """An episode in two segments, of which each earned something, and another one."""
+    first = dataclasses.replace(ONE.last, token_rewards=[0.0, 0.0, 1.0])
+    last = dataclasses.replace(ONE.last, token_rewards=[0.0, 0.0, 0.25])
     played = Episode([], Ending.COMPLETED, n_turns=2)
-    first = dataclasses.replace(ONE, episode=played, token_rewards=[0.0, 0.0, 1.0])
-    last = dataclasses.replace(ONE, episode=played, token_rewards=[0.0, 0.0, 0.25])
-    other = dataclasses.replace(NINE[2], token_rewards=None)
+    both = dataclasses.replace(ONE, episode=played, segments=[first, last])
+    other = NINE[2]
     view, dumped = View(), list[Any]()
     shown = dataclasses.replace(view.config.tracking, use_tensorboard="tb")
     dump = dataclasses.replace(view.config.dump, dump_rollouts="d")
@@ -425,7 +439,247 @@ def test_logs_and_dumps_have_the_reward_of_the_whole_episode() -> None:
     view.components.trackers.log_rollouts = lambda step, split, rows: dumped.extend(rows)
     histograms: dict[str, Any] = {}
     view.components.trackers.log_histograms = lambda step, shown: histograms.update(shown)
-    view.show(1, [first, last, other])
-    assert [row["reward"] for row in dumped] == [2.25, 2.25, 1.0], "a score of 2, weighted by 0.5"
-    assert sorted(sample["reward"] for sample in view.samples) == [1.0, 2.25]
+    view.show(1, [both, other])
+    assert [row["reward"] for row in dumped] == [2.25, 1.0], "a score of 2, weighted by 0.5"
+    assert sorted(row["reward"] for row in view.samples) == [1.0, 2.25]
     assert histograms["reward"].total == 3.25, "each episode counts once"
+
+
+def segments_from(first_id: int, n: int) -> list[Segment]:
+    """Segments of distinct tokens, the first of one action, each of one more than the one before."""
+    return [response_to([first_id + place], 0, n_tokens=1 + place).last for place in range(n)]
+
+
+THREE = [
+    dataclasses.replace(response_to([1], group=group), segments=segments_from(10 * group, n))
+    for group, n in ((1, 1), (2, 3), (3, 2))
+]
+"""Samples of one, three and two segments."""
+
+
+@pytest.mark.parametrize(
+    ("limit", "n_rows"),
+    [
+        (0, [1, 3, 2]),
+        (6, [1, 3, 2]),
+        (5, [0, 3, 2]),
+        (4, [0, 2, 2]),
+        (3, [0, 1, 2]),
+        (2, [0, 0, 2]),
+        (1, [0, 0, 1]),
+    ],
+)
+def test_a_limited_buffer_keeps_the_last_rows_also_of_a_sample(
+    limit: int, n_rows: list[int]
+) -> None:
+    buffer = filled(THREE, limit)
+    trained = trained_samples(THREE, buffer.items)
+    kept = [(sample, n) for sample, n in zip(THREE, n_rows, strict=True) if n > 0]
+    assert [(each.sample, len(each.rows)) for each in trained] == kept
+    rows = [row for each in trained for row in each.rows]
+    assert list(map(id, rows)) == list(map(id, buffer.items))
+    for each, (sample, n) in zip(trained, kept, strict=True):
+        assert [segment for segment, _ in each.pairs()] == sample.segments[-n:]
+        for segment, row in each.pairs():
+            assert row.sequences[0].tolist() == segment.token_ids
+            assert row.action_mask[0].tolist() == segment.action_mask
+
+
+def test_without_rows_nothing_was_trained() -> None:
+    assert trained_samples(THREE, []) == []
+    assert trained_samples([], []) == []
+
+
+def test_a_sample_whose_first_segments_were_dropped_is_logged_with_its_other_rows() -> None:
+    view = View()
+    view.show(1, THREE, filled(THREE, limit=4))
+    by_group = {row["group"]: row for row in view.samples}
+    assert by_group.keys() == {2, 3}
+    assert by_group[2]["kl"] == pytest.approx(0.25 * (2 + 3)), "of the rows that are left"
+    assert by_group[3]["kl"] == pytest.approx(0.25 * (1 + 2)), "of all its rows"
+    assert by_group[2]["response_length"] == 1 + 2 + 3, "of all its segments"
+    assert len(by_group[2]["segments"]) == 3
+    numbers = {row["sample"]: row["group"] for row in view.samples}
+    for row in view.tokens:
+        group = numbers[row["sample"]]
+        n_last = 3 if group == 2 else 2
+        assert row["ids"] == list(range(7, 7 + n_last)), "the last segment"
+        assert row["advantage"] == [float(group)] * n_last
+
+
+def test_rows_that_the_limit_of_an_episode_cut_off_are_not_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A row that ``--generate_max_len`` cut off is checked."""
+    checked: list[tuple[list[list[int]], list[Any]]] = []
+
+    def note(step: int, rows: list[Experience], *_: Any, labels: list[Any], **__: Any) -> None:
+        checked.append(([row.sequences[0].tolist() for row in rows], labels))
+
+    monkeypatch.setattr("openppo.trainer.sample_log.check_samples", note)
+    monkeypatch.setattr("openppo.trainer.sample_log.eos_token_ids", lambda *_: [])
+    view = View()
+    view._checks_next = True
+    actor = SimpleNamespace(module=SimpleNamespace(model=None))
+    view.components.actor = actor
+    first, middle, last = segments_from(20, 3)
+    cut = dataclasses.replace(middle, finish_reason=FinishReason.LENGTH)
+    played = Episode([], Ending.MAX_TURNS, n_turns=3)
+    limited = dataclasses.replace(ONE, segments=[first, cut, last], episode=played)
+    long = with_last(NINE[2], finish_reason=FinishReason.LENGTH)
+    long = dataclasses.replace(long, prompt=Prompt("", [2], label="y"))
+    samples = [NINE[3], limited, long]
+    view.show(1, samples, filled(samples, limit=3))  # without the first and a segment of the second
+    assert checked == [([last.token_ids, long.last.token_ids], ["x", "y"])]
+
+
+GREEDY = dataclasses.replace(response_to([1, 2], group=4, n_tokens=1), scores={"a": 1.0})
+TWO_SEGMENTS = Sample(
+    Prompt("look", [1, 2], label="x", source="s", index=6),
+    group=4,
+    segments=[
+        Segment(
+            token_ids=[1, 2, 7, 8, 9],
+            action_mask=[False, False, True, False, True],
+            log_probs=[0.0, 0.0, -0.5, 0.0, -0.25],
+            versions=[-1, -1, 3, -1, 4],
+            n_prompt=2,
+            finish_reason=FinishReason.STOP,
+            token_rewards=[0.0, 0.0, 0.5, 0.0, 0.0],
+        ),
+        Segment(
+            token_ids=[1, 2, 7, 10, 11, 12, 13],
+            action_mask=[False, False, False, True, True, True, True],
+            log_probs=[0.0, 0.0, 0.0, -0.5, -0.5, -1.0, -1.5],
+            versions=[-1, -1, -1, 4, 4, 4, 5],
+            n_prompt=3,
+            finish_reason=FinishReason.LENGTH,
+            token_rewards=[0.0, 0.0, 0.0, 0.0, -1.0, 0.0, 0.0],
+            step_ends=[False, False, False, False, True, False, True],
+        ),
+    ],
+    scores={"a": 2.0},
+    greedy=GREEDY,
+)
+BARE = dataclasses.replace(TWO_SEGMENTS.with_scores({}), greedy=None)
+"""The same sample in a run without rewards and a greedy baseline."""
+
+
+def test_a_row_tells_versions_and_rewards_of_each_segment() -> None:
+    row = sample_row(TWO_SEGMENTS, BYTES, weights={"a": 0.5})
+    row = json.loads(json.dumps(row))
+    assert row["segments"] == [
+        {
+            "n_prompt": 2,
+            "n_tokens": 5,
+            "actions": [[2, 3], [4, 5]],
+            "versions": [[3, 1], [4, 1]],
+            "token_rewards": [[2, 0.5], [4, 0.0]],  # each action is a step
+            "finish_reason": "stop",
+        },
+        {
+            "n_prompt": 3,
+            "n_tokens": 7,
+            "actions": [[3, 7]],
+            "versions": [[4, 3], [5, 1]],
+            "token_rewards": [[4, -1.0], [6, 0.0]],  # where steps end
+            "finish_reason": "length",
+        },
+    ]
+    expected = {
+        "prompt": "look",
+        "response": BYTES.decode([10, 11, 12, 13]),
+        "response_length": 2 + 4,
+        "finish_reason": "length",
+        "reward": 0.5 * 2.0 + 0.5 - 1.0,
+        "rewards": {"a": 2.0},
+        "source": "s",
+        "row": 6,
+        "group": 4,
+        "rendered_prompt": BYTES.decode([1, 2, 7]),
+    }
+    assert {name: row[name] for name in expected} == expected
+    assert row["greedy"] == {
+        "response": BYTES.decode([7]),
+        "finish_reason": "stop",
+        "response_length": 1,
+        "reward": 0.5,
+        "rewards": {"a": 1.0},
+    }
+    bare = sample_row(BARE, BYTES, weights=None)
+    assert {"reward", "rewards", "greedy"} & bare.keys() == set()
+    assert [segment["token_rewards"] for segment in bare["segments"]] == [[], []]
+    unrewarded = sample_row(TWO_SEGMENTS, BYTES, weights=None)
+    assert unrewarded["greedy"].keys() == {"response", "finish_reason", "response_length"}
+
+
+def test_a_dump_has_numbers_and_lists_of_each_segment() -> None:
+    row = rollout_row(TWO_SEGMENTS, BYTES, {"a": 0.5}, tokens=True)
+    first, last = TWO_SEGMENTS.segments
+    summaries = [
+        {
+            "n_prompt": 2,
+            "n_tokens": 5,
+            "n_actions": 2,
+            "oldest_version": 3,
+            "newest_version": 4,
+            "finish_reason": "stop",
+        },
+        {
+            "n_prompt": 3,
+            "n_tokens": 7,
+            "n_actions": 4,
+            "oldest_version": 4,
+            "newest_version": 5,
+            "finish_reason": "length",
+        },
+    ]
+    lists = ("token_ids", "action_mask", "log_probs", "versions", "token_rewards")
+    assert row["segments"] == [
+        summary | {name: getattr(segment, name) for name in lists}
+        for summary, segment in zip(summaries, (first, last), strict=True)
+    ]
+    assert rollout_row(TWO_SEGMENTS, BYTES, {}, tokens=False)["segments"] == summaries
+    logged = sample_row(TWO_SEGMENTS, BYTES, weights={"a": 0.5})
+    assert json.loads(row["greedy"]) == logged["greedy"]
+    assert (row["reward"], row["rewards"]) == (logged["reward"], '{"a": 2.0}')
+
+    bare = rollout_row(BARE, BYTES, None, tokens=True)
+    assert [segment["token_rewards"] for segment in bare["segments"]] == [[0.0] * 5, [0.0] * 7]
+    assert (bare["reward"], bare["rewards"], bare["greedy"]) == (None, "{}", "null")
+    failed = with_last(ONE, action_mask=[False] * 3)
+    [segment] = rollout_row(failed, BYTES, {}, tokens=False)["segments"]
+    counts = [segment[name] for name in ("n_actions", "oldest_version", "newest_version")]
+    assert counts == [0, -1, -1]
+
+
+def types_of(value: Any) -> Any:
+    """The types of a column: of a list those of its entries, which are all of one."""
+    if isinstance(value, dict):
+        return {name: types_of(entry) for name, entry in value.items()}
+    if not isinstance(value, list):
+        return type(value)
+    of_entries = [types_of(entry) for entry in value]
+    assert all(each == of_entries[0] for each in of_entries)
+    return of_entries[:1]
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_columns_of_a_dump_have_the_same_types_in_any_run(tokens: bool) -> None:
+    played = Episode([{"role": "user", "content": "look"}], Ending.COMPLETED, n_turns=2)
+    extras = {"extras": {"n": 1.0}, "notes": {"pred": "é"}}
+    rows = [
+        rollout_row(sample, BYTES, weights, tokens=tokens)
+        for sample, weights in (
+            (TWO_SEGMENTS, {"a": 0.5}),
+            (dataclasses.replace(TWO_SEGMENTS, greedy=None, **extras), {}),
+            (dataclasses.replace(TWO_SEGMENTS, scores={}, episode=played), {}),
+            (dataclasses.replace(ONE, scores={"a": 2}), {}),
+            (TWO_SEGMENTS, None),
+            (BARE, None),
+        )
+    ]
+    types = [types_of(row) for row in rows]
+    assert [each.pop("reward") for each in types] == [float] * 4 + [type(None)] * 2
+    assert all(each == types[0] for each in types)
+    assert ("token_rewards" in types[0]["segments"][0]) == tokens

@@ -18,8 +18,9 @@ from openppo.tracking import Metrics
 from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
 from openppo.trainer.supervised.batches import token_batch
-from openppo.types import FinishReason, ModelInputs, Prompt, SingleProcess, Trajectory
+from openppo.types import FinishReason, ModelInputs, Prompt, SingleProcess
 from tests.ranks import on_ranks
+from tests.samples import one_segment
 from tests.unit.trainer.conftest import CPU, PPO, OneOf, PlainModel
 
 ALONE, TEMPERATURE = SingleProcess(), 0.7
@@ -375,12 +376,19 @@ def test_missing_old_log_probs_are_those_of_the_forward_or_the_engine(on_policy,
 ONE_PASS = {**PPO, "micro_train_batch_size": 3, "train_batch_size": 8}
 
 
-def trajectory(i):
+def make_sample(i):
     ids = [(3 * i + t) % 20 for t in range(4 + i % 4)]
     mask = [t >= 2 and (t + i) % 4 != 0 for t in range(len(ids))]
-    log_probs, versions = [-1.0 * m for m in mask], [m - 1 for m in mask]
-    prompt, scores = Prompt("", ids[:2]), {"a": float(i % 3)}
-    return Trajectory(ids, mask, log_probs, versions, FinishReason.STOP, prompt, i, scores=scores)
+    return one_segment(
+        ids,
+        mask,
+        [-1.0 * m for m in mask],
+        versions=[m - 1 for m in mask],
+        finish_reason=FinishReason.STOP,
+        prompt=Prompt("", ids[:2]),
+        group=i,
+        scores={"a": float(i % 3)},
+    )
 
 
 def maker_of(one_pass, config, scalar, comm):
@@ -397,7 +405,8 @@ def outcome(one_pass, scalar, n, **options):
     config = from_options(TrainPPOConfig, **ONE_PASS, **options)
     maker, step, model = maker_of(one_pass, config, scalar, ALONE)
     buffer, metrics = ReplayBuffer(normalizes=True), Metrics()
-    buffer.fill(maker.make(Rollout(map(trajectory, range(n)), Metrics()), metrics))
+    samples = list(map(make_sample, range(n)))
+    buffer.fill(maker.make(Rollout(samples, Metrics()), metrics))
     for batch in mini_batches(buffer, config, 0):
         step.train(batch, metrics, True)
     fields = [item.tensors() for item in buffer.items]
@@ -434,18 +443,18 @@ def test_it_is_not_chosen_where_the_training_forward_would_differ():
 
 
 def test_ranks_share_the_step_and_get_back_their_own_values(scalar):
-    rows, config = list(map(trajectory, range(7))), from_options(TrainPPOConfig, **ONE_PASS)
+    config = from_options(TrainPPOConfig, **ONE_PASS)
+    samples = list(map(make_sample, range(7)))
 
     def work(comm):
         maker, *_ = maker_of(True, config, scalar, comm)
-        mine = Rollout(rows[:2] if comm.rank == 0 else rows[2:], Metrics())
-        return [item.values for item in maker.make(mine, Metrics())]
+        share = Rollout(samples[:2] if comm.rank == 0 else samples[2:], Metrics())
+        return [item.values for item in maker.make(share, Metrics())]
 
     values = [value for of_rank in on_ranks(2, work) for value in of_rank]
     critic = ScalarHeadModel(scalar, "critic")
-    for row, found in zip(rows, values, strict=True):
-        expected = critic(
-            ModelInputs(torch.tensor([row.token_ids]), torch.ones(1, len(row.token_ids)).bool())
-        )
-        masked = torch.where(torch.tensor([row.action_mask]), expected, 0.0)
-        torch.testing.assert_close(found, masked, rtol=0, atol=1e-6, check_dtype=False)
+    for sample, own_values in zip(samples, values, strict=True):
+        ids = torch.tensor([sample.last.token_ids])
+        expected = critic(ModelInputs(ids, torch.ones_like(ids).bool()))
+        masked = torch.where(torch.tensor([sample.last.action_mask]), expected, 0.0)
+        torch.testing.assert_close(own_values, masked, rtol=0, atol=1e-6, check_dtype=False)
