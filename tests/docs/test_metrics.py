@@ -43,6 +43,7 @@ RUNS = {
         --eval_data prompts.jsonl --eval_reward_fn two.py --reward_clip_range -1 1""",
     "dynamic": f"""{TRAIN_PPO} --reward_fn two.py --advantage_estimator rloo --n_samples_per_prompt 4 --dynamic_sampling
         --rollout_correction mis --rollout_correction_level sequence --rollout_correction_veto 1e-4""",
+    "greedy": f"{TRAIN_PPO} --reward_fn two.py --advantage_estimator remax",
     "process": f"""{TRAIN_PPO} --reward_fn two.py --prm_pretrain policy --prm_placeholder_token ки
         --prm_reward_tokens + - --step_separator a --eval_data prompts.jsonl
         --policy_loss_type double_sided --n_samples_per_prompt 2 --normalize_reward --reward_normalizer group""",
@@ -97,7 +98,7 @@ def logs(run: Run, workshop: Path) -> Logs:
     return found
 
 
-PPO = ("critic", "named", "dynamic", "process", "agent", "async", "tasks", "distilled")
+PPO = ("critic", "named", "dynamic", "greedy", "process", "agent", "async", "tasks", "distilled")
 OF_FORMS = ("agent/unreadable_actions", "agent/sampling_overridden", "agent/retries")
 SOMETIMES = (
     "eval_reward_errors",

@@ -64,10 +64,10 @@ def test_the_own_loop_of_the_examples_is_quiet_and_ends_with_the_report(
     launcher: Launcher, workshop: Path, of_command: list[str]
 ) -> None:
     program = f"import sys; sys.path.insert(0, {str(REPO / 'examples')!r}); import own_loop; "
-    program += "own_loop.train('policy', 'own', 'own/trained', steps=1)"
-    (workshop / "own").mkdir()
+    program += "own_loop.train('policy', 'own_loop', 'own_loop/trained', steps=1)"
+    (workshop / "own_loop").mkdir()
     for name in ("prompts", "heldout"):
-        (workshop / f"own/{name}.jsonl").write_text((workshop / "prompts.jsonl").read_text())
+        (workshop / f"own_loop/{name}.jsonl").write_text((workshop / "prompts.jsonl").read_text())
     lines = printed(
         launcher,
         workshop,
@@ -76,4 +76,4 @@ def test_the_own_loop_of_the_examples_is_quiet_and_ends_with_the_report(
     known = r"\[openppo\].*|step .*|         .*|  (sample|prompt|response) .*|exact match .*"
     assert [line for line in lines if not re.fullmatch(known, line)] == []
     assert "[openppo] actor      policy" in lines
-    assert lines[-1] == "[openppo] the report of this run is own/trained/logs/report.html"
+    assert lines[-1] == "[openppo] the report of this run is own_loop/trained/logs/report.html"
