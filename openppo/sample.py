@@ -263,8 +263,8 @@ class Sample:
         ]
         if token_rewards is not None:
             pairs = zip(token_rewards, self.last.action_mask, strict=True)
-            of_actions = [reward if is_action else 0.0 for reward, is_action in pairs]
-            segments[-1] = replace(segments[-1], token_rewards=of_actions)
+            action_rewards = [reward if is_action else 0.0 for reward, is_action in pairs]
+            segments[-1] = replace(segments[-1], token_rewards=action_rewards)
         return replace(self, segments=segments, scores=dict(scores), reward_error=None)
 
     def total_score(self, weights: Mapping[str, float]) -> float:

@@ -55,7 +55,12 @@ class Played:
 
     session: Session
     sample: Sample
-    episode: Episode
+
+    @property
+    def episode(self) -> Episode:
+        """The episode of the sample."""
+        assert self.sample.episode is not None
+        return self.sample.episode
 
 
 async def play(agent: Agent, task: Task, setup: SessionSetup, needs_reward: bool) -> Played:
@@ -154,7 +159,7 @@ async def _played(session: Session, error: str, needs_reward: bool) -> Played:
         tool_rewards=session.tool_rewards,
     )
     if not ending.is_trained:
-        return Played(session, failed_sample(session, episode), episode)
+        return Played(session, failed_sample(session, episode))
     sample = Sample(
         prompt=session.task.prompt,
         group=session.task.group,
@@ -162,7 +167,7 @@ async def _played(session: Session, error: str, needs_reward: bool) -> Played:
         scores=dict(session.rewards),
         episode=episode,
     )
-    return Played(session, sample, episode)
+    return Played(session, sample)
 
 
 def segments(session: Session) -> list[Segment]:

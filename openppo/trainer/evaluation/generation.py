@@ -176,7 +176,7 @@ class GenerateJob(_Job):
     def _mean_log_prob(self, sample: Sample) -> float:
         """Mean log-prob of the response's tokens under the model, at temperature 1."""
         # (1, L): the logits of a batch might not fit
-        inputs = ModelInputs.of(sample.segments, pad_token_id=0).to(self.strategy.device)
+        inputs = ModelInputs.of([sample.last], pad_token_id=0).to(self.strategy.device)
         mask = torch.tensor([sample.last.action_mask], device=self.strategy.device)
         log_probs = self.policy.actor(inputs, mask)
         return float(log_probs.sum() / mask.sum())
