@@ -23,7 +23,6 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from openppo.agents import AgentPlayer
-from openppo.agents.sampler import AgentSampler
 from openppo.config.agents import AgentConfig
 from openppo.experience import ReplayBuffer
 from openppo.experience.replay_buffer import collate
@@ -31,10 +30,12 @@ from openppo.media import TokenIds, Tokens
 from openppo.models import Actor
 from openppo.models.attention import use_fast_attention
 from openppo.models.prefixes import share_where_exact
+from openppo.rollout.driver import EngineDriver
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.sample_request import SampleRequest
-from openppo.rollout.samplers import SamplerParts
+from openppo.rollout.players import PlayerParts
 from openppo.rollout.sampling import decoder
+from openppo.sources.groups import GroupPlayer, play_together
+from openppo.sources.held_out import held_out_group
 from openppo.tracking import Metrics
 from openppo.types import (
     Completion,
@@ -42,7 +43,6 @@ from openppo.types import (
     Sample,
     SamplingParams,
     SingleProcess,
-    StopCheck,
     segments_of,
 )
 
@@ -117,28 +117,37 @@ def agent(turns: int, branches: bool = False) -> Callable[..., Any]:
     return solve
 
 
-def make_sampler(
+def make_player(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, turns: int, branches: bool = False
-) -> AgentSampler:
-    """A sampler of its own, with an engine that never meets EOS."""
+) -> GroupPlayer:
+    """A player of its own, with an engine that never meets EOS."""
     engine = HFEngine(model, [], tokenizer.pad_token_id)
     engine.decode = decoder(tokenizer)
     source = AgentPlayer(agent(turns, branches), AgentConfig(check_rendering="off"))
-    parts = SamplerParts(
-        engine, tokenizer, [tokenizer.eos_token_id], SingleProcess(), StopCheck(), longest=4000
-    )
-    return source.make(parts)
+    driver = EngineDriver(engine)
+    parts = PlayerParts(driver, tokenizer, [tokenizer.eos_token_id], SingleProcess(), longest=4000)
+    return GroupPlayer({"": source.make(parts)}, driver)
 
 
-def rollout(sampler: AgentSampler, sessions: int) -> tuple[float, Timed, float]:
+def played(player: GroupPlayer, prompts: Sequence[Prompt], n_samples: int) -> list[Sample]:
+    """Play a group of samples for each prompt."""
+    groups = [
+        held_out_group(prompt, number, SamplingParams(SAMPLED), n_samples=n_samples, seed=1)
+        for number, prompt in enumerate(prompts)
+    ]
+    played_groups = play_together(player, groups, SingleProcess(), metrics=Metrics())
+    return [sample for group in played_groups for sample in group.samples]
+
+
+def rollout(player: GroupPlayer, sessions: int) -> tuple[float, Timed, float]:
     """Play all sessions; seconds of the whole and of the engine's steps, and the share of prompt tokens reused."""
-    engine: Any = sampler.parts.engine
+    engine: Any = player.driver.engine
     prompts = [
         Prompt((f"{i:03d} solve the task " * TASK)[:TASK], [5], row={"number": i})
         for i in range(sessions)
     ]
     steps, began = timed(engine), time.perf_counter()
-    sampler.sample(SampleRequest(prompts, SamplingParams(SAMPLED), 1, 1, 0, Metrics()))
+    played(player, prompts, n_samples=1)
     return time.perf_counter() - began, steps, engine.reused_tokens / engine.read_tokens
 
 
@@ -214,15 +223,15 @@ def main() -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SIZES, **HEADS)).eval()
     shares, seconds, with_reuse, without = [], [], [], []
     for i in range(arguments.rounds + 1):
-        sampler = make_sampler(model, tokenizer, arguments.turns)
-        whole, steps, reuse = rollout(sampler, arguments.sessions)
+        player = make_player(model, tokenizer, arguments.turns)
+        whole, steps, reuse = rollout(player, arguments.sessions)
         share, n_steps = 100 * steps.seconds / whole, steps.steps
         last = steps.journal[-arguments.sessions :]
-        engine: Any = sampler.parts.engine
+        engine: Any = player.driver.engine
         took, sampled = read(engine, last)
         took_whole, expected = read(HFEngine(model, [], 0), [(ids, None) for ids, _ in last])
         assert [each.token_ids for each in sampled] == [each.token_ids for each in expected]
-        sampler.close()
+        player.close()
         if i > 0:
             shares.append(share)
             seconds.append(whole)
@@ -247,14 +256,11 @@ def main() -> None:
         "| --- | --- | --- | --- |\n"
         f"| {statistics.median(without):.3f} | {statistics.median(with_reuse):.3f} | {ratio:.1f} | {verdicts[1]} |"
     )
-    branching = make_sampler(model, tokenizer, arguments.turns, branches=True)
+    branching = make_player(model, tokenizer, arguments.turns, branches=True)
     prompts = [
         Prompt((f"{i:03d} solve the task " * TASK)[:TASK], [5], row={"number": i}) for i in range(8)
     ]
-    request = SampleRequest(
-        prompts, SamplingParams(SAMPLED), 4, seed=1, first_group=0, metrics=Metrics()
-    )
-    samples = branching.sample(request)
+    samples = played(branching, prompts, n_samples=4)
     branching.close()
     print("\nTraining on 8 groups of 4 sessions, of which each tries its last turn twice:\n")
     print("\n".join(train(model.train(), samples, arguments.rounds)))

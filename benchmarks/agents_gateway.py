@@ -135,10 +135,10 @@ def measure(n_sessions: int, n_turns: int, step_seconds: float) -> Measured:
     sys.path.insert(0, str(REPOSITORY))
     from openppo.agents.gateway.server import Gateway
     from openppo.agents.renderer import Renderer
-    from openppo.agents.session import Session, SessionSetup, Task
+    from openppo.agents.session import Session, SessionSetup
     from openppo.config.agents import AgentConfig
     from openppo.rollout.driver import EngineDriver
-    from openppo.types import Prompt, SamplingParams
+    from openppo.types import EpisodeInput, Prompt, SamplingParams
     from tests.unit.agents.conftest import ScriptedEngine, make_chat_tokenizer
 
     class SlowEngine(ScriptedEngine):
@@ -155,7 +155,8 @@ def measure(n_sessions: int, n_turns: int, step_seconds: float) -> Measured:
     )
     setup = SessionSetup(renderer, driver.generate, SamplingParams(100), options, 10_000)
     made = Measured(
-        [Session(setup, Task(Prompt("", [1]), i)) for i in range(n_sessions)], engine.journal
+        [Session(setup, EpisodeInput(Prompt("", [1]), i)) for i in range(n_sessions)],
+        engine.journal,
     )
 
     def now() -> tuple[int, int]:

@@ -30,6 +30,31 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class EpisodeInput:
+    """Input of one sample: a prompt, and the seed of this sample; ``input["column"]`` is a value of the prompt's row.
+
+    ``env_seed`` seeds an environment. It is the same for all samples of a prompt, which form a ``group``.
+
+    >>> task = EpisodeInput(Prompt("2 + 2 =", [5, 6], row={"answer": "4"}), seed=7)
+    >>> task["answer"], task.messages
+    ('4', [{'role': 'user', 'content': '2 + 2 ='}])
+    """
+
+    prompt: Prompt
+    seed: int
+    env_seed: int = 0
+    group: int = 0
+
+    def __getitem__(self, column: str) -> Any:
+        return self.prompt.row[column]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The prompt as chat messages, images included."""
+        return self.prompt.messages or [{"role": "user", "content": self.prompt.text}]
+
+
+@dataclass(frozen=True)
 class Completion:
     """The response that an engine sampled for one prompt; its lists are equally long.
 
@@ -61,6 +86,10 @@ class Episode:
     output: str = ""
     # Rewards by tool: those of its calls in order, then that of its ``calc_reward``.
     tool_rewards: dict[str, list[float]] = field(default_factory=dict)
+    # Numbers of events and measurements by name, such as calls of tools.
+    counts: dict[str, float] = field(default_factory=dict)
+    # Tokens that the policy sampled in each turn.
+    turn_tokens: list[int] = field(default_factory=list)
 
     @property
     def failure(self) -> str:
@@ -212,6 +241,25 @@ class Sample:
     ) -> Sample:
         """Return the sample of a single response; ``stop`` are texts that end one."""
         return cls(prompt, group, [Segment.of_response(prompt, completion)], stop=stop)
+
+    @classmethod
+    def failed(cls, task: EpisodeInput, episode: Episode, read: Tokens | None = None) -> Sample:
+        """Return the stand-in of a failed sample, for logs: without actions, of reward 0.
+
+        ``read`` are the tokens of its first request; those of the prompt if it made none.
+        """
+        tokens: Tokens = task.prompt if read is None else read
+        ids = list(tokens.token_ids) or [0]
+        segment = Segment(
+            token_ids=ids,
+            action_mask=[False] * len(ids),
+            log_probs=[0.0] * len(ids),
+            versions=[-1] * len(ids),
+            n_prompt=len(tokens.token_ids),
+            finish_reason=FinishReason.ABORT,
+            media=tokens.media,
+        )
+        return cls(task.prompt, task.group, [segment], scores={"reward": 0.0}, episode=episode)
 
     @property
     def last(self) -> Segment:

@@ -20,6 +20,7 @@ from openppo.media import TokenIds as TokenIds
 from openppo.model_inputs import ModelInputs as ModelInputs
 from openppo.sample import Completion as Completion
 from openppo.sample import Episode as Episode
+from openppo.sample import EpisodeInput as EpisodeInput
 from openppo.sample import Prompt as Prompt
 from openppo.sample import Sample as Sample
 from openppo.sample import Score as Score

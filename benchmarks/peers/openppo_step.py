@@ -52,13 +52,13 @@ def time_parts(trainer: Any) -> PartTimers:
     from openppo.strategy.trainable_model import TrainableModel
 
     timers, parts = PartTimers(), trainer.components
-    timers.wrap(parts.engine, "generate", "generation")
+    timers.wrap(parts.engine, "step", "generation")
     timers.wrap(TrainableModel, "__call__", "forward")
     timers.wrap(TrainableModel, "backward", "backward")
     timers.wrap(TrainableModel, "step", "optimizer")
     for frozen in (
         parts.maker.reference,
-        getattr(parts.scorer, "model", None),
+        getattr(parts.data.tasks[0].scorer, "model", None),
     ):  # a reward function has no model
         if frozen is not None:
             timers.wrap(frozen, "forward", "forward")

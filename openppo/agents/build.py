@@ -10,18 +10,18 @@ from openppo.agents.environment import EnvironmentAgent
 from openppo.agents.episodes import Agent
 from openppo.agents.openrlhf import OpenRLHFAgent
 from openppo.agents.parsers import choose_parser
+from openppo.agents.player import EpisodePlayer
 from openppo.agents.program import ProgramAgent
-from openppo.agents.sampler import AgentSampler
-from openppo.agents.session import Session, Task
+from openppo.agents.session import Session
 from openppo.agents.tool_agent import ToolAgent
 from openppo.agents.tools import load_tools
 from openppo.config.agents import AgentConfig
 from openppo.datasets.template_checks import left_out
-from openppo.rollout.samplers import Players, SamplerParts
-from openppo.types import Prompt
+from openppo.rollout.players import PlayerParts, Players
+from openppo.types import EpisodeInput, Prompt
 from openppo.user_code import load_callable
 
-Solve = Callable[[Task, Session], Awaitable[float | Mapping[str, float] | None]]
+Solve = Callable[[EpisodeInput, Session], Awaitable[float | Mapping[str, float] | None]]
 
 
 class FunctionAgent(Agent):
@@ -35,7 +35,7 @@ class FunctionAgent(Agent):
             )
         self.solve = solve
 
-    async def run(self, task: Task, session: Session) -> float | Mapping[str, float] | None:
+    async def run(self, task: EpisodeInput, session: Session) -> float | Mapping[str, float] | None:
         """Play an episode."""
         return await self.solve(task, session)
 
@@ -90,10 +90,10 @@ class AgentPlayer(Players):
             )
         self.agent.check(prompts)
 
-    def make(self, parts: SamplerParts) -> AgentSampler:
-        """Return the sampler."""
+    def make(self, parts: PlayerParts) -> EpisodePlayer:
+        """Return the player of episodes."""
         parser = "json" if self.parser == "auto" else self.parser
-        return AgentSampler(self.agent, self.options, parser, parts=parts)
+        return EpisodePlayer(self.agent, self.options, parser, parts=parts)
 
 
 def agent_source(options: AgentConfig) -> AgentPlayer | None:

@@ -21,13 +21,22 @@ from openppo import logger
 from openppo.agents.build import AgentPlayer
 from openppo.agents.episodes import play
 from openppo.agents.renderer import Renderer
-from openppo.agents.session import SessionSetup, Task
+from openppo.agents.session import SessionSetup
 from openppo.config import PPODataConfig
 from openppo.datasets import load_mixed_rows, load_tasks
 from openppo.media import Tokens
 from openppo.rollout.driver import agent_loop, end_tasks
 from openppo.rollout.seeds import sample_seed
-from openppo.types import Completion, Ending, Episode, Prompt, Sample, SamplingParams, Segment
+from openppo.types import (
+    Completion,
+    Ending,
+    Episode,
+    EpisodeInput,
+    Prompt,
+    Sample,
+    SamplingParams,
+    Segment,
+)
 
 NotifyScore = Callable[[str, float | None, int], Any]
 """Called at an episode's end with its id, score (None if it failed) and number of turns."""
@@ -201,7 +210,7 @@ class TaskPool:
             longest=self.longest,
         )
         env_seed = sample_seed(0, group) % 2**31
-        task = Task(prompt, sample_seed(0, number), env_seed, group=group)
+        task = EpisodeInput(prompt, sample_seed(0, number), env_seed, group=group)
         played = await play(self.source.agent, task, setup, needs_reward=True)
 
         session, episode = played.session, played.episode

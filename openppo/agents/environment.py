@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from openppo.agents.episodes import Agent
-from openppo.agents.session import Session, Task
+from openppo.agents.session import Session
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message, text_of
-from openppo.types import Ending, Prompt
+from openppo.types import Ending, EpisodeInput, Prompt
 from openppo.user_code import CallThread
 
 UNREADABLE = "Your answer could not be read as an action. Answer again."
@@ -39,7 +39,7 @@ class EnvironmentAgent(Agent):
 
         async def first_step() -> None:
             async with Environment.opened(self.make) as environment:
-                await environment.reset(Task(prompts[0], 0))
+                await environment.reset(EpisodeInput(prompts[0], 0))
                 if not environment.has_parse:
                     await environment.step("-")
 
@@ -50,7 +50,7 @@ class EnvironmentAgent(Agent):
             failed = f"{type(error).__name__} when tried (reset; without parse step('-')): {error}"
             raise ValueError(f"--environment: {failed}. {FORM}") from error
 
-    async def run(self, task: Task, session: Session) -> float:
+    async def run(self, task: EpisodeInput, session: Session) -> float:
         """Play to the environment's end, and return a reward of the whole episode.
 
         Rewards belong to turns; a single reward at the end belongs to the episode. Both lie on the same token, but
@@ -123,7 +123,7 @@ class Environment:
                 await thread.call(environment.close)
             thread.end()
 
-    async def reset(self, task: Task) -> list[Message]:
+    async def reset(self, task: EpisodeInput) -> list[Message]:
         """Return the first observation, as messages; the task's row, if there is one, becomes ``options``."""
         options = dict(task.prompt.row) or None
         result = await self.call(self.environment.reset, seed=task.env_seed, options=options)

@@ -8,11 +8,11 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 
-from openppo.agents.session import EpisodeEnded, Session, SessionSetup, Task
+from openppo.agents.session import EpisodeEnded, Session, SessionSetup
 from openppo.agents.turn import Turn
-from openppo.media import TokenIds, Tokens
+from openppo.media import TokenIds
 from openppo.rollout.driver import episode_context
-from openppo.types import Ending, Episode, FinishReason, Prompt, Sample, Segment
+from openppo.types import Ending, Episode, EpisodeInput, Prompt, Sample, Segment
 
 _SECONDS_TO_END = 5.0
 """Time for a cancelled agent to clean up."""
@@ -25,7 +25,7 @@ class Agent(ABC):
     """
 
     @abstractmethod
-    async def run(self, task: Task, session: Session) -> float | Mapping[str, float] | None:
+    async def run(self, task: EpisodeInput, session: Session) -> float | Mapping[str, float] | None:
         """Play an episode; return the reward of the whole, rewards by name, or None."""
 
     def check(self, prompts: Sequence[Prompt]) -> None:  # noqa: B027 (most need nothing)
@@ -63,7 +63,7 @@ class Played:
         return self.sample.episode
 
 
-async def play(agent: Agent, task: Task, setup: SessionSetup, needs_reward: bool) -> Played:
+async def play(agent: Agent, task: EpisodeInput, setup: SessionSetup, needs_reward: bool) -> Played:
     """Play ``task`` to one of its ends; with ``needs_reward`` an episode without a reward is an error."""
     session = Session(setup, task)
     async with agent.slot():
@@ -90,7 +90,7 @@ async def play(agent: Agent, task: Task, setup: SessionSetup, needs_reward: bool
     return await _played(session, error, needs_reward)
 
 
-async def _run(agent: Agent, task: Task, session: Session) -> None:
+async def _run(agent: Agent, task: EpisodeInput, session: Session) -> None:
     """Run the agent and record the rewards that it returns."""
     try:
         result = await agent.run(task, session)
@@ -157,9 +157,13 @@ async def _played(session: Session, error: str, needs_reward: bool) -> Played:
         error=error or mismatch or "",
         output=session.output,
         tool_rewards=session.tool_rewards,
+        counts=_counts(session),
+        turn_tokens=[len(turn.completion.token_ids) for turn in turns],
     )
     if not ending.is_trained:
-        return Played(session, failed_sample(session, episode))
+        first = turns[0] if turns else None
+        read = None if first is None else TokenIds(first.prompt_ids, first.media)
+        return Played(session, Sample.failed(session.task, episode, read))
     sample = Sample(
         prompt=session.task.prompt,
         group=session.task.group,
@@ -222,25 +226,15 @@ def _segment(session: Session, leaf: Turn, fresh: Sequence[Turn]) -> Segment:
     )
 
 
-def failed_sample(session: Session, episode: Episode) -> Sample:
-    """Stand-in for a failed episode: a sample without actions, of reward 0."""
-    task = session.task
-    read: Tokens = task.prompt
-    if session.turns:
-        first = session.turns[0]
-        read = TokenIds(first.prompt_ids, first.media)
+_ALWAYS = ("tool_calls", "tool_errors", "malformed_calls", "bridged_turns", "rerendered_turns")
+"""Counts that an episode has even if they are 0."""
 
-    ids = list(read.token_ids) or [0]
-    segment = Segment(
-        token_ids=ids,
-        action_mask=[False] * len(ids),
-        log_probs=[0.0] * len(ids),
-        versions=[-1] * len(ids),
-        n_prompt=len(read.token_ids),
-        finish_reason=FinishReason.ABORT,
-        media=read.media,
-    )
-    return Sample(task.prompt, task.group, [segment], scores={"reward": 0.0}, episode=episode)
+
+def _counts(session: Session) -> dict[str, float]:
+    """Return the numbers of a session's events, and those that its agent measured, by name."""
+    counts: dict[str, float] = {**dict.fromkeys(_ALWAYS, 0), **session.counts}
+    counts["tool_calls"] += sum(len(turn.tool_calls) for turn in session.turns)
+    return counts | session.metrics
 
 
 def first_difference(session: Session) -> str | None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from openppo import logger
 from openppo.agents.episodes import Agent
-from openppo.agents.session import Session, Task
+from openppo.agents.session import Session
 from openppo.config.rollout import ALL_TOKENS
-from openppo.types import SamplingParams
+from openppo.types import EpisodeInput, SamplingParams
 from openppo.user_code import load_module
 
 
@@ -66,7 +66,7 @@ class OpenRLHFAgent(Agent):
                 f"Write one, or name a coroutine of the file: {location}:NAME."
             )
 
-    async def run(self, task: Task, session: Session) -> None:
+    async def run(self, task: EpisodeInput, session: Session) -> None:
         """Play an episode; its reward, on the last action, is the sum over all steps, as in OpenRLHF."""
         instance = self.make()
         prompt = task.prompt.text

@@ -16,11 +16,11 @@ from PIL.Image import Image
 
 from openppo.agents.episodes import Agent
 from openppo.agents.gateway.server import Gateway
-from openppo.agents.session import Session, Task
+from openppo.agents.session import Session
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import text_of
 from openppo.process_groups import HOLD, RELEASE, process_groups
-from openppo.types import Ending, Prompt
+from openppo.types import Ending, EpisodeInput, Prompt
 
 _COLUMN = re.compile(r"(?<!\$)\{([\w.-]+)\}")
 _QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.DOTALL)
@@ -123,7 +123,7 @@ class ProgramAgent(Agent):
         """Close the port."""
         await self.gateway.stop()
 
-    async def run(self, task: Task, session: Session) -> float | Mapping[str, float] | None:
+    async def run(self, task: EpisodeInput, session: Session) -> float | Mapping[str, float] | None:
         """Run the program; return the reward in the last line of its output, unless it posted any."""
         key = self.gateway.open(session)
         with TemporaryFile() as output, TemporaryFile() as errors:
@@ -140,7 +140,9 @@ class ProgramAgent(Agent):
                 return None
             return printed_reward(_end_of(output, 65536))
 
-    async def _finished(self, task: Task, key: str, output: IO[bytes], errors: IO[bytes]) -> int:
+    async def _finished(
+        self, task: EpisodeInput, key: str, output: IO[bytes], errors: IO[bytes]
+    ) -> int:
         """Run the program and return its exit status.
 
         All its processes are killed at the end, when this coroutine is cancelled, and when the rank ends.
@@ -162,7 +164,7 @@ class ProgramAgent(Agent):
             process_groups.kill(process.pid)
             await process.wait()
 
-    def _episode_environment(self, task: Task, key: str) -> dict[str, str]:
+    def _episode_environment(self, task: EpisodeInput, key: str) -> dict[str, str]:
         """Environment variables of one episode: its row, and how to reach the gateway."""
         url = self.gateway.base_url(key)
         bypass = "127.0.0.1,localhost"

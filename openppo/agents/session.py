@@ -18,7 +18,7 @@ from openppo.media import TokenIds, distinct_ids
 from openppo.rewards.scoring import LARGEST_REWARD
 from openppo.rollout.sampling import text_before_stop
 from openppo.rollout.seeds import sample_seed
-from openppo.types import Completion, Ending, Prompt, SamplingParams
+from openppo.types import Completion, Ending, EpisodeInput, SamplingParams
 
 T = TypeVar("T")
 Generate = Callable[..., Awaitable[Completion]]
@@ -27,28 +27,6 @@ Generate = Callable[..., Awaitable[Completion]]
 ``prompt`` are ``TokenIds``. ``continue_from`` is ``Completion.parked`` of an earlier request; ``prompt`` then begins
 with the tokens of that one's prompt and response.
 """
-
-
-@dataclass(frozen=True)
-class Task:
-    """Input of one episode: a row of the data, and the seed of this sample.
-
-    ``task["column"]`` is the row's value. ``env_seed`` seeds an environment and is the same for all samples of a row,
-    which form a ``group``.
-    """
-
-    prompt: Prompt
-    seed: int
-    env_seed: int = 0
-    group: int = 0
-
-    def __getitem__(self, column: str) -> Any:
-        return self.prompt.row[column]
-
-    @property
-    def messages(self) -> list[Message]:
-        """The prompt as chat messages, ready for ``Session.chat``, images included."""
-        return self.prompt.messages or [{"role": "user", "content": self.prompt.text}]
 
 
 @dataclass(frozen=True)
@@ -116,7 +94,7 @@ class Session:
     """
 
     setup: SessionSetup
-    task: Task
+    task: EpisodeInput
     turns: list[Turn] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     rewards: dict[str, float] = field(default_factory=dict)

@@ -12,12 +12,12 @@ from uuid import uuid4
 
 from openppo import logger
 from openppo.agents.episodes import Agent, ToolError
-from openppo.agents.session import EpisodeEnded, Session, Task, finite_reward
+from openppo.agents.session import EpisodeEnded, Session, finite_reward
 from openppo.agents.tools import BaseTool, ToolResponse
 from openppo.config.agents import AgentConfig
 from openppo.datasets.row_formats import extra_info
 from openppo.datasets.templates import encode_bare, shortened
-from openppo.types import Prompt
+from openppo.types import EpisodeInput, Prompt
 from openppo.user_code import call
 
 Content = str | list[dict[str, Any]]
@@ -83,7 +83,7 @@ class ToolAgent(Agent):
                 len(prompts),
             )
 
-    async def run(self, task: Task, session: Session) -> None:
+    async def run(self, task: EpisodeInput, session: Session) -> None:
         """Play an episode; its rewards belong to its turns."""
         await ToolEpisode(self, task, session).play()
 
@@ -97,7 +97,7 @@ class ToolAgent(Agent):
 class ToolEpisode:
     """One episode of ``agent``, with the tools that its row offers and the row's arguments for them."""
 
-    def __init__(self, agent: ToolAgent, task: Task, session: Session) -> None:
+    def __init__(self, agent: ToolAgent, task: EpisodeInput, session: Session) -> None:
         self.agent = agent
         self.session = session
         self.row_arguments = arguments_of(task.prompt.row)

@@ -12,7 +12,7 @@ def build(config: TrainPPOConfig) -> Any:
     from openppo.trainer.rank import build_rank  # seconds of imports
 
     if config.orchestrator.tasks is not None:
-        from openppo.tasks.source import task_source
+        from openppo.sources.task_file import task_source
 
         return build_rank(config, task_source(config))
     if config.agents.form is None:

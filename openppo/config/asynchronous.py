@@ -29,12 +29,6 @@ def async_problems(config: TrainPPOConfig) -> Iterator[str]:
         yield f"--vllm_tensor_parallel_size {pieces}: --rollout_ranks work each by itself; leave one of them out."
     if config.lora.load_in_4bit and samples_apart:
         yield "--load_in_4bit keeps no whole weights that could be sent to --rollout_ranks: leave one of them out."
-    has_reward_model = config.rewards.reward_pretrain or config.rewards.prm_pretrain
-    if config.ppo.dynamic_sampling and has_reward_model:
-        yield (
-            "--dynamic_sampling drops groups where they are sampled, and reward models score when a step is made "
-            "up: leave out --dynamic_sampling, or --max_staleness and --rollout_ranks."
-        )
     # Any task may have held-out prompts.
     may_evaluate = not config.nothing_held_out or asynchronous.tasks is not None
     if config.ppo.enable_ema and not samples_apart and may_evaluate:

@@ -12,7 +12,7 @@ from openppo.datasets.row_fields import RowFields
 from openppo.datasets.templates import Message, as_messages, as_text, shared_start, shortened
 from openppo.datasets.turns import TRAINING_MARKS
 
-Task = Literal["prompts", "sft", "pairs", "steps", "documents"]
+RowPurpose = Literal["prompts", "sft", "pairs", "steps", "documents"]
 """Purpose of the rows."""
 
 
@@ -28,16 +28,16 @@ class RowFormat:
     """
 
     name: str
-    needs: Mapping[Task, Columns]
+    needs: Mapping[RowPurpose, Columns]
     read: Callable[[Row, bool], RowFields]
     fits: Callable[[Row], bool] = lambda row: True
 
-    def columns_of(self, row: Row, task: Task) -> list[str]:
+    def columns_of(self, row: Row, task: RowPurpose) -> list[str]:
         """Columns that give ``row`` this format; empty if it has another one."""
         columns = [_first_name(row, names) for names in self.needs[task]]
         return columns if all(columns) and self.fits(row) else []
 
-    def describe(self, task: Task) -> str:
+    def describe(self, task: RowPurpose) -> str:
         """Name of the format with its columns, for messages."""
         columns = [" or ".join(map(repr, names)) for names in self.needs[task]]
         return f"{self.name!r} ({' and '.join(columns)})"

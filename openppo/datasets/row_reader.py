@@ -17,7 +17,7 @@ from openppo.datasets.row_formats import (
     PROMPT_COLUMNS,
     ROW_FORMATS,
     RowFormat,
-    Task,
+    RowPurpose,
     kto_column,
     with_system,
 )
@@ -30,7 +30,7 @@ T = TypeVar("T")
 Keys = Mapping[str, tuple[str, str]]
 """Columns that the user named: by field the column and its flag."""
 
-KEY_FLAGS: Mapping[Task, str] = {
+KEY_FLAGS: Mapping[RowPurpose, str] = {
     "prompts": "--input_key",
     "sft": "--input_key and --output_key",
     "pairs": "--chosen_key and --rejected_key",
@@ -77,7 +77,7 @@ class RowReader:
     def __init__(
         self,
         rows: Sequence[SourceRow],
-        task: Task,
+        task: RowPurpose,
         options: RowsConfig,
         keys: Keys | None = None,
         also: str | None = None,

@@ -14,7 +14,7 @@ from openppo.config import LoRAConfig
 from openppo.models.pretrained import UntrustedModelError, forbid_remote_code, is_peft_folder
 from openppo.models.saved_adapters import (
     HEAD_TASK,
-    Task,
+    TaskType,
     load_adapters,
     require_folder,
     saved_config,
@@ -45,7 +45,7 @@ def lora_options(model: object, **fields: Any) -> LoRAConfig:
     return options
 
 
-def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Module:
+def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: TaskType) -> nn.Module:
     """Make ``model`` a PEFT model with trainable adapters on ``lora.target_modules``.
 
     The head of SEQ_CLS is trained in full, and everything else is frozen; adapters have the dtype of the model. A
@@ -80,7 +80,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
     return adapted
 
 
-def _new_config(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> Any:
+def _new_config(model: PreTrainedModel, lora: LoRAConfig, task: TaskType) -> Any:
     """PEFT's config of new adapters; those of a model that reads images are on its language model alone."""
     from peft import LoraConfig
 

@@ -13,7 +13,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from openppo import logger
 from openppo.models.pretrained import forbid_remote_code, is_peft_folder
 
-Task = Literal["CAUSAL_LM", "SEQ_CLS"]
+TaskType = Literal["CAUSAL_LM", "SEQ_CLS"]
 HEAD_TASK = "SEQ_CLS"
 _KINDS = {"CAUSAL_LM": "a language model", "SEQ_CLS": "a reward model or critic"}
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -29,7 +29,7 @@ def require_folder(folder: str) -> None:
         )
 
 
-def saved_config(folder: str, task: Task, dropout: float = 0.0) -> Any:
+def saved_config(folder: str, task: TaskType, dropout: float = 0.0) -> Any:
     """PEFT's config of the adapters in ``folder``, to train with ``dropout``; ``ValueError`` if of another task."""
     require_folder(folder)
     from peft import LoraConfig, PeftConfig  # a heavy import, for LoRA only

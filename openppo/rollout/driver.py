@@ -4,6 +4,7 @@ import asyncio
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
@@ -22,6 +23,8 @@ Leave = Literal["abandon", "drain", "continue", "abort"]
 
 LONGEST_WAIT = 0.02
 """Seconds to wait for requests before ranks check again if any of them has work."""
+_SECONDS_BETWEEN_TICKS = 0.05
+"""Seconds between two looks at whether the loop still runs."""
 _SECONDS_TO_END = 5.0
 """Seconds for cancelled coroutines to clean up when the loop ends."""
 _SECONDS_TO_CLEAN_UP = 10.0
@@ -37,7 +40,7 @@ def episode_context() -> Context:
     return context
 
 
-class _Task(asyncio.Task[Any]):
+class _EpisodeTask(asyncio.Task[Any]):
     """A task that only its own episode can cancel.
 
     Some agents cancel ``asyncio.all_tasks``, which has tasks of other episodes and of the driver, too.
@@ -53,9 +56,9 @@ class _Task(asyncio.Task[Any]):
 
 
 def agent_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop for agents and the samplers of their turns."""
+    """Return a new event loop for players of samples."""
     loop = asyncio.new_event_loop()
-    loop.set_task_factory(lambda loop, work, **options: _Task(work, loop=loop, **options))
+    loop.set_task_factory(lambda loop, work, **options: _EpisodeTask(work, loop=loop, **options))
     return loop
 
 
@@ -91,12 +94,12 @@ class EngineDriver:
         self._left_at = time.monotonic()  # math.inf inside drive()
         self._loop_runs = True
         self._inbox: SimpleQueue[list[_Request]] = SimpleQueue()
-        self._held: list[_Request] | None = None
+        self._held: list[_Request] = []
+        self._n_holding = 0
         self._under_way: dict[int, _Request] = {}
-        self._ended: asyncio.Queue[tuple[_Request, Completion]] = asyncio.Queue()
+        self._ended: deque[tuple[_Request, Completion]] = deque()
         self._thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._hand_over(), self.loop)
 
     async def generate(
         self,
@@ -115,7 +118,7 @@ class EngineDriver:
             continue_from=continue_from,
             answer=self.loop.create_future(),
         )
-        if self._held is None:
+        if self._n_holding == 0:
             self._inbox.put([request])
         else:
             self._held.append(request)
@@ -129,16 +132,18 @@ class EngineDriver:
     def hold(self) -> Iterator[None]:
         """Hold requests made inside, in ``loop``; then submit them together, in the order of ``Engine.generate``.
 
-        So they are sampled exactly as ``Engine.generate`` does.
+        So they are sampled exactly as ``Engine.generate`` does. When several hold, the last to end submits.
         """
-        held: list[_Request] = []
-        self._held = held
+        self._n_holding += 1
         try:
             yield
         finally:
-            self._held = None
-            prompts = [request.prompt for request in held]
-            self._inbox.put([held[i] for i in self.engine.order(prompts)])
+            self._n_holding -= 1
+            if self._n_holding == 0:
+                held = self._held
+                self._held = []
+                prompts = [request.prompt for request in held]
+                self._inbox.put([held[i] for i in self.engine.order(prompts)])
 
     def drive(
         self,
@@ -155,6 +160,7 @@ class EngineDriver:
         self._left_at = math.inf
         task = asyncio.run_coroutine_threadsafe(self._begin(work), self.loop).result()
         cancel_at = 0.0
+        tick_at = 0.0
         try:
             while True:
                 is_done = task.done()
@@ -176,10 +182,12 @@ class EngineDriver:
                 else:
                     break
 
-                if self._loop_runs:  # user code that blocks the loop is no progress
+                # User code that blocks the loop is no progress. To ask at each step would slow down small models.
+                if self._loop_runs and time.monotonic() >= tick_at:
                     self._loop_runs = False
                     self.loop.call_soon_threadsafe(self._tick)
                     show()
+                    tick_at = time.monotonic() + _SECONDS_BETWEEN_TICKS
         finally:
             self._left_at = time.monotonic()
             if not task.done():  # the engine raised
@@ -266,18 +274,22 @@ class EngineDriver:
         self._under_way[number] = request
 
     def _hand_out(self) -> None:
-        for number, completion in self.engine.collect().items():
+        ended = self.engine.collect()
+        for number, completion in ended.items():
             request = self._under_way.pop(number, None)
             if request is not None:
-                self.loop.call_soon_threadsafe(self._ended.put_nowait, (request, completion))
+                self._ended.append((request, completion))
+        if ended:
+            self.loop.call_soon_threadsafe(self._settle)
 
-    async def _hand_over(self) -> None:
+    def _settle(self) -> None:
         """Settle one request in each pass of the loop, so that other coroutines run in between."""
-        while True:
-            request, completion = await self._ended.get()
-            if not request.answer.done():
-                request.answer.set_result(completion)
-            await asyncio.sleep(0)
+        if not self._ended:
+            return
+        request, completion = self._ended.popleft()
+        if not request.answer.done():
+            request.answer.set_result(completion)
+        self.loop.call_soon(self._settle)
 
 
 def _fail(answer: asyncio.Future[Completion], error: ValueError) -> None:

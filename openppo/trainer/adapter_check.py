@@ -10,7 +10,7 @@ from openppo.config import LoRAConfig
 from openppo.models.pretrained import adapter_config
 from openppo.models.saved_adapters import (
     HEAD_TASK,
-    Task,
+    TaskType,
     adapter_parameters,
     check_shapes,
     saved_config,
@@ -24,7 +24,7 @@ from openppo.types import Comm
 def check_adapters(
     options: LoRAConfig,
     comm: Comm,
-    task: Task,
+    task: TaskType,
     *,
     pretrain: str,
     config: PreTrainedConfig,

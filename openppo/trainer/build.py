@@ -13,10 +13,10 @@ from openppo.experience.hooks import Hooks
 from openppo.experience.maker import ExperienceMaker
 from openppo.models.pretrained import pad_token_id, sampled_ids
 from openppo.models.sampled_ids import SampledIds
-from openppo.orchestrator.build import async_steps
 from openppo.rollout.engine import Engine
-from openppo.rollout.samplers import Players
-from openppo.rollout.tasks import TaskPlayers
+from openppo.rollout.players import Players
+from openppo.sources.build import async_steps
+from openppo.sources.task import Tasks
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.signals import SignalStop
@@ -29,7 +29,7 @@ from openppo.trainer.cards.run_card import RunCard, make_run_card
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
-from openppo.trainer.data import PPOData, load_ppo_data
+from openppo.trainer.data import RunData, load_only_documents, load_run_data
 from openppo.trainer.engines import training_engine
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.images import check_run_with_images
@@ -42,11 +42,10 @@ from openppo.trainer.option_checks import check_options
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.resume.edited_files import user_files
 from openppo.trainer.rollout_source import is_async, make_rollout_source
+from openppo.trainer.scorers import ScorerBuilder
 from openppo.trainer.sharing import sharing
 from openppo.trainer.summary import log_ppo_start
 from openppo.trainer.supervised.batches import packed_row_length
-from openppo.trainer.task_data import load_tasks_data
-from openppo.trainer.task_rewards import TaskRewards
 from openppo.trainer.trackers import start_ppo_trackers
 from openppo.types import RolloutSource, StopCheck
 
@@ -64,7 +63,7 @@ HEADLINE = [
 ]
 """Metrics shown on the console."""
 
-Checked = tuple[PreTrainedTokenizerBase, PreTrainedConfig, PPOData]
+Checked = tuple[PreTrainedTokenizerBase, PreTrainedConfig, RunData]
 """Tokenizer, config of the actor, and data of a run."""
 
 
@@ -72,32 +71,33 @@ def build_ppo_trainer(
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy | None = None,
     callbacks: Sequence[Callback] = (),
-    source: RolloutSource | Players | None = None,
+    source: RolloutSource | Players | Tasks | None = None,
     trackers: Sequence[Tracker] = (),
     **objects: Unpack[Given],
 ) -> PPOTrainer:
     """Build a trainer from options; ``ValueError`` names the flag or the object at fault.
 
-    ``source`` yields samples, or (as ``Players``) makes the sampler of an agent's episodes; without it the policy
-    responds to prompts. ``trackers`` log on rank 0. ``objects`` are fields of ``OwnObjects`` and replace objects that
-    options name: models, a tokenizer, prompts and a reward function.
+    ``source`` yields samples, makes the player of an agent's episodes (as ``Players``), or names several ``Tasks``;
+    without it the policy responds to prompts. ``trackers`` log on rank 0. ``objects`` are fields of ``OwnObjects`` and
+    replace objects that options name: models, a tokenizer, prompts and a reward function.
     """
-    players: Players | None = None
-    if isinstance(source, Players):
-        players = source
+    tasks: Tasks | None = None
+    if source is None or isinstance(source, Players | Tasks):
+        tasks = Tasks.of(config, source)
         source = None
     if strategy is None:
         strategy = DeepspeedStrategy(
             config.deepspeed, rollout_ranks=config.orchestrator.rollout_ranks
         )
 
-    run = _prepare(config, strategy, OwnObjects(**objects), players=players, source=source)
+    run = _prepare(config, strategy, OwnObjects(**objects), tasks=tasks, source=source)
     config, components = _load_and_assemble(run, strategy, trackers)
 
     if config.run.stop_when:
         callbacks = [*callbacks, StopWhen(config.run.stop_conditions)]
     if source is None:
-        source = make_rollout_source(config, components, players, actor_config=run.actor_config)
+        assert run.tasks is not None
+        source = make_rollout_source(config, components, run.tasks, actor_config=run.actor_config)
     trainer = PPOTrainer(config, components, source, callbacks=callbacks)
     run.checkpointer.begin(trainer.load_checkpoint)
     log_ppo_start(config, components, run.plan)
@@ -112,14 +112,13 @@ class _Run:
     objects: OwnObjects
     tokenizer: PreTrainedTokenizerBase
     actor_config: PreTrainedConfig
-    data: PPOData
+    data: RunData
     estimate: Estimate | None
     plan: BatchPlan
     checkpointer: Checkpointer
     card: RunCard
-    samples: bool
-    """True if the run samples from its policy, False if the caller passed a source of samples."""
-    scorer: Any
+    tasks: Tasks | None
+    """Tasks with prompts and scorers; None if the caller passed a source of samples."""
     eval_scorer: Any
 
 
@@ -128,30 +127,47 @@ def _prepare(
     strategy: DeepspeedStrategy,
     objects: OwnObjects,
     *,
-    players: Players | None,
+    tasks: Tasks | None,
     source: RolloutSource | None,
 ) -> _Run:
     """Check options, load data, plan the steps, and build the scorers, whose models are the first to load."""
-    samples = source is None
-    are_tasks = isinstance(players, TaskPlayers)
+    samples = tasks is not None
+    are_tasks = tasks is not None and tasks.mixed
     config = objects.named(config, strategy.comm, samples, are_tasks=are_tasks)
+    if tasks is not None:
+        tasks = tasks.with_options(config)
 
-    checked = _check(config, strategy, samples, players=players, objects=objects)
-    tokenizer, actor_config, data = checked
-    config, estimate, rewards = _estimate(
-        config, strategy, samples, players=players, objects=objects, checked=checked
+    tokenizer, actor_config, data = _check(config, strategy, tasks=tasks, objects=objects)
+    estimate = None
+    if samples or config.run.dry_run:
+        configs = objects.configs | {"--pretrain": actor_config}
+        config, estimate = estimated_ppo(config, data, strategy, configs=configs)
+
+    if tasks is not None:
+        tasks = replace(tasks, tasks=data.tasks).with_options(config)
+        data = replace(data, tasks=tasks.tasks)
+    scorers = ScorerBuilder(
+        data, tokenizer, strategy, actor_config=actor_config, function=objects.reward_fn
     )
-    n_ranks = strategy.comm.world_size
-    plan = _plan(config, n_ranks, len(data.prompts), source=source, players=players)
+    if samples and config.run.dry_run:
+        scorers.check()
+    log_estimate(estimate, config, strategy)  # a dry run ends here
 
-    tasks = rewards.tasks.tasks
-    files = user_files(config, tasks)
+    n_ranks = strategy.comm.world_size
+    plan = _plan(config, n_ranks, len(data.prompts), source=source, tasks=tasks)
+
+    files = user_files(config, data.tasks)
     fingerprints = data.fingerprints | objects.fingerprints()
     start = config.model.pretrain
-    card = make_run_card(config, strategy.comm, start, rows=data.counts, tasks=tasks)
+    card = make_run_card(config, strategy.comm, start, rows=data.counts, tasks=data.tasks)
     checkpointer = Checkpointer(
         config, strategy, "ppo", data=fingerprints, user_files=files, facts=card.facts
     )
+    eval_scorer = None
+    if tasks is not None:
+        data = replace(data, tasks=scorers.build())
+        tasks = replace(tasks, tasks=data.tasks)
+        eval_scorer = scorers.build_held_out()
     return _Run(
         config=config,
         objects=objects,
@@ -162,47 +178,46 @@ def _prepare(
         plan=plan,
         checkpointer=checkpointer,
         card=card,
-        samples=samples,
-        scorer=rewards.build() if samples else None,
-        eval_scorer=rewards.build_held_out() if samples else None,
+        tasks=tasks,
+        eval_scorer=eval_scorer,
     )
 
 
 def _check(
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy,
-    samples: bool,
-    players: Players | None,
+    tasks: Tasks | None,
     objects: OwnObjects,
 ) -> Checked:
     """Check options and models without weights; return tokenizer, config of the actor, and data."""
     comm = strategy.comm
-    if samples and players is None and config.agents.form is not None:
+    if tasks is not None and not tasks.have_agents and config.agents.form is not None:
         raise ValueError(
             f"--{config.agents.form}: pass source=agent_source(config.agents), from openppo.agents."
         )
-    are_tasks = isinstance(players, TaskPlayers)
+    are_tasks = tasks is not None and tasks.mixed
     check_options(
         config,
         comm,
-        own_source=not samples or are_tasks,
-        own_rewards=None if players is None else players.gives_rewards,
+        own_source=tasks is None or are_tasks,
+        own_rewards=None if tasks is None else tasks.give_rewards,
     )
     try_own_algorithm(config, comm, are_tasks=are_tasks)
-    tokenizer, actor_config = check_models(config, strategy, samples, objects=objects)
-    if players is not None:
-        players.check(tokenizer)
+    tokenizer, actor_config = check_models(config, strategy, tasks is not None, objects=objects)
 
-    if not samples:
+    if tasks is None:
         require(
             config.ppo.prompt_order == "shuffled",
             "--prompt_order: the source gives the prompts; leave it out.",
         )
-        documents = load_ppo_data(config, tokenizer, actor_config, comm=comm, prompts=False)
-        return tokenizer, actor_config, documents
+        return (
+            tokenizer,
+            actor_config,
+            load_only_documents(config, tokenizer, actor_config, comm=comm),
+        )
 
-    tasks = TaskPlayers.of(config, players)
-    data = load_tasks_data(tasks, tokenizer, actor_config, comm=comm, objects=objects)
+    tasks.check(tokenizer)
+    data = load_run_data(tasks, tokenizer, actor_config, comm=comm, objects=objects)
     try_prompt_order(config, data.prompts, comm)
     if data.kinds:
         check_run_with_images(config, data, actor_config)
@@ -211,50 +226,18 @@ def _check(
     return tokenizer, actor_config, data
 
 
-def _estimate(
-    config: TrainPPOConfig,
-    strategy: DeepspeedStrategy,
-    samples: bool,
-    players: Players | None,
-    objects: OwnObjects,
-    checked: Checked,
-) -> tuple[TrainPPOConfig, Estimate | None, TaskRewards]:
-    """Estimate and log memory; a dry run ends here.
-
-    Returns ``config`` with sizes that fit, the estimate, and the builder of scorers.
-    """
-    tokenizer, actor_config, data = checked
-    estimate = None
-    if samples or config.run.dry_run:
-        configs = objects.configs | {"--pretrain": actor_config}
-        config, estimate = estimated_ppo(config, data, strategy, configs=configs)
-
-    rewards = TaskRewards(
-        TaskPlayers.of(config, players),
-        tokenizer,
-        strategy,
-        data=data,
-        actor_config=actor_config,
-        function=objects.reward_fn,
-    )
-    if config.run.dry_run and samples:
-        rewards.check()
-    log_estimate(estimate, config, strategy)
-    return config, estimate, rewards
-
-
 def _plan(
     config: TrainPPOConfig,
     n_ranks: int,
     n_prompts: int,
     source: RolloutSource | None,
-    players: Players | None,
+    tasks: Tasks | None,
 ) -> BatchPlan:
     """Plan the steps; those of an asynchronous run all have full batches."""
     plan = batch_plan(config, n_ranks, n_prompts, source=source)
-    if source is not None or not is_async(config, players):
+    if tasks is None or not is_async(config, tasks):
         return plan
-    n_steps = async_steps(config, n_prompts, isinstance(players, TaskPlayers))
+    n_steps = async_steps(config, n_prompts, tasks)
     return replace(plan, steps=[config.prompts_per_step] * n_steps, prompt_epochs=1)
 
 
@@ -305,7 +288,6 @@ def _load_and_assemble(
             hooks=hooks,
         ),
         engine=engine,
-        scorer=run.scorer,
         data=run.data,
         trackers=_start_trackers(run, strategy, trackers),
         grading=grading,
@@ -327,7 +309,7 @@ def _engine(
     stop: StopCheck,
 ) -> Engine | None:
     """Start the engine that samples from the actor; None if the run does not sample."""
-    if not run.samples:
+    if run.tasks is None:
         return None
     return training_engine(
         config,

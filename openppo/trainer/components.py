@@ -7,7 +7,6 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from openppo.experience.maker import ExperienceMaker
-from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
@@ -16,7 +15,7 @@ from openppo.tracking import Trackers
 from openppo.trainer.cards.run_card import RunCard
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.critic_step import CriticStep
-from openppo.trainer.data import PPOData
+from openppo.trainer.data import RunData
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory.estimate import Estimate
 from openppo.trainer.train_state import TrainState
@@ -28,7 +27,7 @@ class PPOComponents:
     """Models, data and reporting of a PPO trainer.
 
     ``critic_step`` is None for estimators without a critic, ``ema`` without ``--enable_ema``. If the caller's source
-    makes the samples, ``engine`` and ``scorer`` are None, and there are no prompts. ``pack_documents_to`` is the
+    makes the samples, ``engine`` is None, and there are no tasks. ``pack_documents_to`` is the
     length in tokens of rows that documents share (None: a row for each document).
     """
 
@@ -37,12 +36,11 @@ class PPOComponents:
     actor: TrainableModel
     critic_step: CriticStep | None
     maker: ExperienceMaker
-    data: PPOData
+    data: RunData
     trackers: Trackers
     grading: Grading
     checkpointer: Checkpointer
     engine: Engine | None = None
-    scorer: Scorer | None = None
     ema: ParameterAverage | None = None
     pack_documents_to: int | None = None
     stop: StopCheck = field(default_factory=StopCheck)

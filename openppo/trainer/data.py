@@ -1,9 +1,9 @@
 """Data of a PPO run: prompts, held-out prompts and documents."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -19,7 +19,8 @@ from openppo.datasets import (
 from openppo.datasets.media import RowVision
 from openppo.datasets.sources import ShowRows, value_of
 from openppo.models.pretrained import check_model, check_token_ids, context_length
-from openppo.rollout.samplers import Players
+from openppo.rollout.players import Players
+from openppo.sources.task import Task, Tasks
 from openppo.strategy.comm import check_same
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.context_limits import check_context
@@ -32,19 +33,29 @@ from openppo.types import Comm, Prompt
 
 
 @dataclass(frozen=True)
-class PPOData:
-    """Prompts and documents of a run.
+class RunData:
+    """Tasks of a run with their prompts, and its documents.
 
-    ``held_out`` is empty without ``--eval_data``, ``documents`` without ``--pretrain_data``. ``longest`` is the most
-    tokens that a prompt and its response, or an episode, can have; documents are cut there. ``fingerprints``, by flag,
-    are of documents before the cut, so that a run may resume with another ``--generate_max_len``.
+    There are no ``tasks`` if the caller's source makes the samples, and no ``documents`` without ``--pretrain_data``.
+    ``longest`` is the most tokens that a prompt and its response, or an episode, can have; documents are cut there.
+    ``fingerprints``, by flag, are of documents before the cut, so that a run may resume with another
+    ``--generate_max_len``.
     """
 
-    prompts: list[Prompt]
-    held_out: list[Prompt]
+    tasks: Sequence[Task]
     documents: list[TokenExample]
     fingerprints: dict[str, str]
     longest: int
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Prompts of all tasks."""
+        return [prompt for task in self.tasks for prompt in task.prompts]
+
+    @property
+    def held_out(self) -> list[Prompt]:
+        """Held-out prompts of all tasks; empty without ``--eval_data``."""
+        return [prompt for task in self.tasks for prompt in task.held_out]
 
     @property
     def kinds(self) -> set[str]:
@@ -68,42 +79,91 @@ class PPOData:
         return short_names(sorted({prompt.source for prompt in self.prompts if not prompt.task}))
 
 
-def load_ppo_data(
+def load_run_data(
+    tasks: Tasks,
+    tokenizer: PreTrainedTokenizerBase,
+    actor_config: PreTrainedConfig,
+    comm: Comm,
+    objects: OwnObjects = NOTHING,
+) -> RunData:
+    """Load the data of all tasks, the same on all ranks, and the documents with those of the first.
+
+    ``objects`` may hold prompts. Rows of agents are their tasks, of which an environment needs none. ``ValueError``
+    names the task, the flag and the row that cannot be used, and the ranks if only some cannot use it.
+    """
+    loaded_tasks: list[Task] = []
+    documents: list[TokenExample] = []
+    fingerprints: dict[str, str] = {}
+    for task in tasks.tasks:
+        config = task.config
+        if loaded_tasks:
+            config = replace(config, data=replace(config.data, pretrain_data=None))
+        with task.named():
+            rows = _load(
+                config, tokenizer, actor_config, comm=comm, agent=task.players, objects=objects
+            )
+
+        loaded_tasks.append(task.with_prompts(rows.prompts, rows.held_out, rows.longest))
+        documents += rows.documents
+        fingerprints |= {task.label(flag): known for flag, known in rows.fingerprints.items()}
+    longest = max(task.longest for task in loaded_tasks)
+    return RunData(loaded_tasks, documents, fingerprints=fingerprints, longest=longest)
+
+
+def load_only_documents(
     config: TrainPPOConfig,
     tokenizer: PreTrainedTokenizerBase,
     actor_config: PreTrainedConfig,
     comm: Comm,
-    prompts: bool = True,
+) -> RunData:
+    """Load the documents of a run whose samples come from the caller's source."""
+    rows = _load(config, tokenizer, actor_config, comm=comm, reads_prompts=False)
+    return RunData([], rows.documents, fingerprints=rows.fingerprints, longest=rows.longest)
+
+
+class _Rows(NamedTuple):
+    """Rows of a task, and documents; ``longest`` and ``fingerprints`` as in ``RunData``."""
+
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    documents: list[TokenExample]
+    fingerprints: dict[str, str]
+    longest: int
+
+
+def _load(
+    config: TrainPPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    actor_config: PreTrainedConfig,
+    comm: Comm,
+    *,
+    reads_prompts: bool = True,
     agent: Players | None = None,
     objects: OwnObjects = NOTHING,
-) -> PPOData:
-    """Load the data of a run, the same on all ranks; without ``prompts`` only documents.
-
-    ``objects`` may hold the prompts. With ``agent`` rows are its tasks, of which an environment needs none.
-    ``ValueError`` names the flag and the row that cannot be used, and the ranks if only some cannot use it.
-    """
+) -> _Rows:
+    """Load the rows that ``config`` names, the same on all ranks."""
     loading = _Loading(
         config,
         tokenizer,
         actor_config,
-        reads_prompts=prompts,
+        reads_prompts=reads_prompts,
         agent=agent,
         objects=objects,
         show=tokenizing(comm),
     )
-    data = once_per_host(comm, config.data, loading.run)
-    rows: dict[str, Any] = {
-        "--prompt_data": [_content(prompt) for prompt in data.prompts],
-        "--eval_data": [_content(prompt) for prompt in data.held_out],
-        "--pretrain_data": data.documents,
+    loaded = once_per_host(comm, config.data, loading.run)
+    contents: dict[str, Any] = {
+        "--prompt_data": [_content(prompt) for prompt in loaded.prompts],
+        "--eval_data": [_content(prompt) for prompt in loaded.held_out],
+        "--pretrain_data": loaded.documents,
     }
-    check_same(comm, rows)
-    return data
+    check_same(comm, contents)
+    return loaded
 
 
 @dataclass(frozen=True)
 class _Loading:
-    """Loading of a run's data on one rank, with the arguments of ``load_ppo_data``."""
+    """Loading of rows on one rank, with the arguments of ``_load``."""
 
     config: TrainPPOConfig
     tokenizer: PreTrainedTokenizerBase
@@ -113,7 +173,7 @@ class _Loading:
     objects: OwnObjects
     show: ShowRows
 
-    def run(self) -> PPOData:
+    def run(self) -> _Rows:
         """Load prompts, held-out prompts and documents, and check their lengths and ids."""
         config = self.config
         options = self.config.data
@@ -151,7 +211,7 @@ class _Loading:
         rows = (row.token_ids for row in chain[Any](prompts, held_out, documents))
         model = f"--pretrain {config.model.pretrain}"
         check_token_ids(self.actor_config, model, self.tokenizer, rows=rows)
-        return PPOData(prompts, held_out, documents, fingerprints=fingerprints, longest=longest)
+        return _Rows(prompts, held_out, documents, fingerprints=fingerprints, longest=longest)
 
     def _prompts(
         self,

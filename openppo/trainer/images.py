@@ -13,12 +13,12 @@ from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.vllm_requests import IMAGE_FAMILIES
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.data import PPOData
+from openppo.trainer.data import RunData
 from openppo.trainer.policy_inputs import policy_vision
 
 
 def check_run_with_images(
-    config: TrainPPOConfig, data: PPOData, actor_config: PreTrainedConfig
+    config: TrainPPOConfig, data: RunData, actor_config: PreTrainedConfig
 ) -> None:
     """Raise ``ValueError`` if the model, the documents or the engine rule out prompts with images."""
     check_images(actor_config, f"--pretrain {config.model.pretrain}")

@@ -10,6 +10,7 @@ from openppo.config import TrainPPOConfig
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.rollout.failures import NothingTrainedError
 from openppo.rollout.rollout import Rollout
+from openppo.sources.synchronous import PromptSource
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state
 from openppo.strategy.fault_report import ExplainMemory
 from openppo.tracking import Metrics, progress_bar
@@ -18,11 +19,11 @@ from openppo.trainer.callbacks import STOPPED_EARLY, Callback, notify
 from openppo.trainer.checkpointer import ended_by_failures, ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.evaluation.evaluator import evaluate_alone
+from openppo.trainer.evaluation.held_out_kl import measure_held_out_kl
 from openppo.trainer.evaluation.passing import PassWatch
 from openppo.trainer.memory.shortage import explain_shortage
 from openppo.trainer.resume.trainer_state import restore_trainer, trainer_state
 from openppo.trainer.sample_log import StepDiagnostics
-from openppo.trainer.source import PromptSource
 from openppo.trainer.update import Update
 from openppo.types import Interrupted, Prompt, RolloutSource, Sample
 
@@ -99,6 +100,9 @@ class PPOTrainer:
     def evaluate(self) -> dict[str, float]:
         """Return metrics of responses to held-out prompts, the same on all ranks; empty if there are none."""
         samples = self.source.evaluate()
+        if self.config.measures_held_out_kl and isinstance(samples, Rollout):
+            with self.components.weights_to_save():
+                measure_held_out_kl(self.maker, samples, samples.metrics)
         grading = self.components.grading
         if grading.scorer is None:
             self.maker.reward_names.check(samples)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -12,32 +13,34 @@ from openppo.models.actor import Actor
 from openppo.models.loading import model_error_context
 from openppo.models.merge_lora import to_bf16
 from openppo.models.pretrained import context_length, eos_token_ids
-from openppo.orchestrator.build import rollout_rank, scored_by_trainers
-from openppo.orchestrator.worker import RolloutRank
-from openppo.rollout.samplers import Players, SamplerParts
+from openppo.rollout.driver import EngineDriver
+from openppo.rollout.players import PlayerParts, Players
 from openppo.rollout.sampling import decoder
-from openppo.rollout.tasks import TaskPlayers
+from openppo.sources.build import rollout_rank, scored_by_trainers
+from openppo.sources.task import Tasks
+from openppo.sources.worker import RolloutRank
 from openppo.strategy.comm import InferenceStrategy
 from openppo.trainer.build import build_ppo_trainer
-from openppo.trainer.data import PPOData
+from openppo.trainer.data import RunData, load_run_data
 from openppo.trainer.engines import new_engine
 from openppo.trainer.model_checks import check_models
 from openppo.trainer.policy_inputs import run_vision
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.roles import loading
 from openppo.trainer.rollout_source import SHOWS_IMAGES
-from openppo.trainer.task_data import load_tasks_data
-from openppo.trainer.task_rewards import TaskRewards
+from openppo.trainer.scorers import ScorerBuilder
 from openppo.types import StopCheck
 
 
-def build_rank(config: TrainPPOConfig, players: Players | None = None) -> PPOTrainer | RolloutRank:
+def build_rank(
+    config: TrainPPOConfig, source: Players | Tasks | None = None
+) -> PPOTrainer | RolloutRank:
     """Build the trainer of this rank or, on the last ``--rollout_ranks``, the sampling for trainers."""
     n_sampling = config.orchestrator.rollout_ranks
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if rank < world_size - n_sampling:
-        return build_ppo_trainer(config, source=players)
+        return build_ppo_trainer(config, source=source)
     if config.run.dry_run:  # which estimates the memory of trainers
         sys.exit()
 
@@ -47,30 +50,27 @@ def build_rank(config: TrainPPOConfig, players: Players | None = None) -> PPOTra
         fused_kernels=config.deepspeed.fused_kernels,
     )
     tokenizer, actor_config = check_models(config, strategy)
-    tasks = TaskPlayers.of(config, players)
+    tasks = Tasks.of(config, source)
     tasks.check(tokenizer)
-    data = load_tasks_data(tasks, tokenizer, actor_config, comm=strategy.comm)
-
-    scorer = None
+    data = load_run_data(tasks, tokenizer, actor_config, comm=strategy.comm)
+    loaded_tasks = data.tasks
     if not scored_by_trainers(config):
-        rewards = TaskRewards(tasks, tokenizer, strategy, data=data, actor_config=actor_config)
-        scorer = rewards.build()
+        loaded_tasks = ScorerBuilder(data, tokenizer, strategy, actor_config=actor_config).build()
 
     policy = _load_policy(config, strategy)
     engine = new_engine(config, policy, tokenizer, stop=StopCheck(), actor_config=actor_config)
     engine.decode = decoder(tokenizer)
 
-    plays = players is not None
-    vision = _vision(config, strategy, tokenizer, actor_config=actor_config, data=data, plays=plays)
-    parts = SamplerParts(
-        engine=engine,
+    vision = _vision(
+        config, strategy, tokenizer, actor_config=actor_config, data=data, plays=tasks.have_agents
+    )
+    parts = PlayerParts(
+        driver=EngineDriver(engine),
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(policy, tokenizer),
         comm=strategy.comm,
-        stop=StopCheck(),
         longest=data.longest,
         context=context_length(actor_config),
-        leave=config.orchestrator.running_requests,
         vision=vision,
     )
     return rollout_rank(
@@ -78,10 +78,8 @@ def build_rank(config: TrainPPOConfig, players: Players | None = None) -> PPOTra
         strategy,
         engine,
         policy=policy,
-        sampler=tasks.make(parts),
-        scorer=scorer,
-        prompts=data.prompts,
-        tasks=tasks,
+        tasks=replace(tasks, tasks=loaded_tasks),
+        parts=parts,
     )
 
 
@@ -90,7 +88,7 @@ def _vision(
     strategy: InferenceStrategy,
     tokenizer: PreTrainedTokenizerBase,
     actor_config: PreTrainedConfig,
-    data: PPOData,
+    data: RunData,
     plays: bool,
 ) -> Vision | None:
     """Reader of images; None unless trainers post that samples may contain some."""

@@ -4,14 +4,16 @@ from transformers import PreTrainedConfig
 
 from openppo.config import TrainPPOConfig
 from openppo.models.pretrained import context_length, eos_token_ids
-from openppo.orchestrator.build import async_source
-from openppo.orchestrator.source import Engines
-from openppo.rollout.driver import Leave
-from openppo.rollout.samplers import Players, SamplerParts
-from openppo.rollout.tasks import TaskPlayers
+from openppo.rollout.driver import EngineDriver, Leave
+from openppo.rollout.players import PlayerParts
+from openppo.sources.build import async_source
+from openppo.sources.groups import GroupPlayer
+from openppo.sources.held_out import HeldOut
+from openppo.sources.rank_sampler import RankSampler
+from openppo.sources.synchronous import PromptSource
+from openppo.sources.task import Tasks
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.images import prepare_for_images
-from openppo.trainer.source import PromptSource
 from openppo.types import RolloutSource
 
 SHOWS_IMAGES = "images"
@@ -21,53 +23,62 @@ Trainers post it, and rollout ranks wait for it.
 """
 
 
-def is_async(config: TrainPPOConfig, players: Players | None) -> bool:
+def is_async(config: TrainPPOConfig, tasks: Tasks) -> bool:
     """True if samples are made beside training, as options or several tasks require."""
-    return config.orchestrator.is_async or isinstance(players, TaskPlayers)
+    return config.orchestrator.is_async or tasks.mixed
 
 
 def make_rollout_source(
     config: TrainPPOConfig,
     components: PPOComponents,
-    players: Players | None,
+    tasks: Tasks,
     actor_config: PreTrainedConfig,
 ) -> RolloutSource:
-    """Make the source of samples: responses, or the episodes that ``players`` plays."""
+    """Make the source of the samples of ``tasks``, which have prompts and scorers."""
     strategy = components.strategy
-    runs_beside_training = is_async(config, players)
+    runs_beside_training = is_async(config, tasks)
 
-    vision = prepare_for_images(components, config, players is not None)
+    vision = prepare_for_images(components, config, tasks.have_agents)
     if strategy.is_main:
         strategy.launch.post(SHOWS_IMAGES, "no" if vision is None else "yes")
 
-    leave: Leave = config.orchestrator.running_requests if runs_beside_training else "abandon"
     assert components.engine is not None
-    parts = SamplerParts(
-        engine=components.engine,
+    parts = PlayerParts(
+        driver=EngineDriver(components.engine, components.stop),
         tokenizer=components.tokenizer,
         eos_token_ids=eos_token_ids(components.actor.module.model, components.tokenizer),
         comm=strategy.comm,
-        stop=components.stop,
         longest=components.data.longest,
         context=context_length(actor_config),
-        has_rewards=components.scorer is not None or config.rewards.are_none,
-        leave=leave,
         vision=vision,
     )
-    if not runs_beside_training:
-        sampler = None if players is None else players.make(parts)
-        return PromptSource(config, components, sampler)
-
-    tasks = TaskPlayers.of(config, players)
-    task_sampler = tasks.make(parts)
-    held_out = PromptSource(config, components, task_sampler)
-    return async_source(
-        config,
-        strategy,
+    leave: Leave = config.orchestrator.running_requests if runs_beside_training else "abandon"
+    sampler = RankSampler(
+        components.engine,
         components.actor,
-        hooks=components.maker.hooks,
-        engines=Engines(held_out, task_sampler, held_out.with_weights),
-        scorer=components.scorer,
-        prompts=components.data.prompts,
-        tasks=tasks,
+        GroupPlayer(tasks.players(parts), parts.driver),
+        comm=strategy.comm,
+        device=strategy.device,
+        version=lambda: components.state.global_step,
+        fits_once=config.deepspeed.deterministic,
+        leave=leave,
+    )
+    own_scorer = components.grading.scorer
+    held_out = HeldOut(
+        config,
+        tasks.tasks,
+        sampler,
+        stop=components.stop,
+        weights_to_save=components.weights_to_save,
+        scorer=own_scorer or tasks.scorer,
+        replaces_rewards=own_scorer is not None,
+    )
+    hooks = components.maker.hooks
+    if not runs_beside_training:
+        (task,) = tasks.tasks
+        return PromptSource(
+            config, task, sampler, held_out=held_out, hooks=hooks, tokenizer=components.tokenizer
+        )
+    return async_source(
+        config, strategy, sampler, held_out=held_out, hooks=hooks, tasks=tasks, parts=parts
     )

@@ -12,6 +12,7 @@ from openppo.models.adapters import AdapterOffReference
 from openppo.models.size import n_elements
 from openppo.rewards.model import ModelScorer
 from openppo.rewards.process import ProcessScorer
+from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.strategy.compilation import has_compiled_layers
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.fused_kernels import fused_in
@@ -70,7 +71,8 @@ def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: Batch
         return
     roles = _trained_roles(config, components)
     roles += _reference_role(config, components)
-    if components.scorer is not None or config.rewards.are_none:
+    has_scorers = any(task.scorer is not None for task in components.data.tasks)
+    if has_scorers or config.rewards.are_none:
         roles += _reward_roles(config, components)
 
     ids = components.maker.hooks.sampled_ids
@@ -120,7 +122,13 @@ def _reward_roles(config: TrainPPOConfig, components: PPOComponents) -> Facts:
     ]
     roles = [("reward", name) for name in names if name]
 
-    for scorer in getattr(components.scorer, "scorers", [components.scorer]):
+    scorers: list[Scorer | None] = []
+    for task in components.data.tasks:
+        if isinstance(task.scorer, CombinedScorer):
+            scorers += task.scorer.scorers
+        else:
+            scorers.append(task.scorer)
+    for scorer in scorers:
         if isinstance(scorer, ModelScorer):
             model = rewards.reward_pretrain
         elif isinstance(scorer, ProcessScorer):

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from openppo.agents import Agent, Session, Task
+from openppo.agents import Agent, Session
 from openppo.agents.gateway.server import Gateway
-from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
-from openppo.types import Prompt, Sample, SamplingParams, segments_of
+from openppo.types import EpisodeInput, Prompt, Sample, SamplingParams, segments_of
 
 PROGRAMS = Path(__file__).parent / "programs"
 QUICK_STARTS = """
@@ -72,7 +71,7 @@ class ClientAgent(Agent):
     async def stop(self) -> None:
         await self.gateway.stop()
 
-    async def run(self, task: Task, session: Session) -> float:
+    async def run(self, task: EpisodeInput, session: Session) -> float:
         async with self.at_once:
             key = self.gateway.open(session)
             address = {"OPENAI_BASE_URL": self.gateway.base_url(key), "OPENAI_API_KEY": key}
@@ -135,11 +134,11 @@ def play(make_sampler: Any, agent: ClientAgent, lines: str, times: int = 1) -> l
     sampler = make_sampler(agent, policy, longest=200_000, agent_timeout=3600.0)
     tasks = prompts(lines, times)
     sampled = sampler.sample(
-        SampleRequest(tasks, SamplingParams(1000), 1, seed=1, first_group=0, metrics=Metrics())
+        tasks, SamplingParams(1000), 1, seed=1, first_group=0, metrics=Metrics()
     )
     assert len(agent.ended) == len(tasks), "each episode ended as completed"
     turns = [turn for _, session, _ in agent.ended for turn in session.turns]
-    journal = sampler.parts.engine.journal
+    journal = sampler.engine.journal
     assert sorted((turn.prompt_ids, turn.completion.token_ids) for turn in turns) == sorted(journal)
     assert all(turn.trained for turn in turns)
     assert sum(sample.n_actions for sample in sampled) == sum(len(ids) for _, ids in journal)

@@ -159,7 +159,8 @@ def run_ppo(trainer: PPOTrainer, case: Case, own_loop: bool) -> dict[str, Any]:
     """Global steps of PPO."""
     parts: Any = trainer.components
     found = {"actor": parts.actor.module, "critic": parts.critic and parts.critic.module}
-    found |= {"reference": trainer.maker.reference, "reward": getattr(parts.scorer, "model", None)}
+    (task,) = parts.data.tasks
+    found |= {"reference": trainer.maker.reference, "reward": getattr(task.scorer, "model", None)}
     models = {name: model for name, model in found.items() if isinstance(model, nn.Module)}
     shares = {name: partitioned_share(model) for name, model in models.items()}
     recorded = record(trainer)

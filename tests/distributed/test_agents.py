@@ -64,7 +64,7 @@ def main(folder: Path) -> None:
     any_rank, model, driver = (
         strategy.any_rank,
         trainer.components.actor.module.model,
-        trainer.source.sampled_by.driver,
+        trainer.source.sampler.player.driver,
     )
     counts = {"agreements": 0, "forwards": 0}
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from openppo.cli import train_ppo
-from openppo.orchestrator.source import AsyncSource
+from openppo.sources.asynchronous import AsyncSource
 from openppo.strategy.links import Entrance, Link
 from openppo.types import segments_of
 from tests.distributed.runs import left_by, logged, rows, vector
@@ -44,10 +44,10 @@ def main() -> None:
     """
     take, kill_after = AsyncSource._batch, int(os.environ.get("OPENPPO_KILL_AFTER", "-1"))
 
-    def batch(source: AsyncSource):
+    def batch(source: AsyncSource, n_groups: int):
         if source.coordinator is not None and source.version == kill_after:
             os.kill(os.getpid(), signal.SIGKILL)
-        groups, metrics = take(source)
+        groups, metrics = take(source, n_groups)
         if source.coordinator is not None:
             segments = segments_of(list(itertools.chain.from_iterable(groups)))
             oldest = min(v for segment in segments for v in segment.versions if v >= 0)
@@ -200,6 +200,27 @@ def test_sampling_runs_ahead_within_the_bound(train, tiny, name, ranks, options)
     assert max(row["staleness_max"] for row in metrics) <= bound
     assert any(row["staleness_max"] > 0 for row in metrics)
     assert all("masked_high_fraction" in row for row in metrics), "the loss is decoupled"
+
+
+DYNAMIC = [
+    ("on 2 + 1", 3, "--rollout_ranks 1 --max_staleness 1 --zero_stage 3"),
+    ("in turn", 1, "--max_staleness 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "options"), DYNAMIC)
+def test_dynamic_sampling_waits_for_the_scores_of_a_reward_model(train, tiny, name, ranks, options):
+    """Responses are short and alike, so that some groups have equal rewards; others take their places."""
+    options += f" --reward_fn None --reward_pretrain {tiny}/reward --dynamic_sampling"
+    options += " --advantage_estimator rloo --n_samples_per_prompt 2 --train_batch_size 8"
+    folder = train("run", ranks, options + " --generate_max_len 1 --temperature 0.3")
+    metrics = logged(folder / "model")
+    assert [row["consumed_samples"] for row in metrics] == [8 * step for step in range(1, 7)]
+    assert all(row["groups_without_signal"] == 0 for row in metrics)
+
+    taken = [number for batch in rows(folder / "batches.jsonl") for number in batch["groups"]]
+    assert len(taken) == len({*taken}) > 24, "some taught nothing"
+    assert metrics[-1]["async/filtered_groups"] > 0
 
 
 def test_a_killed_run_resumes_without_training_a_group_twice(train):

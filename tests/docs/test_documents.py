@@ -16,7 +16,7 @@ from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.experience import ESTIMATORS
 from openppo.models import POLICY_LOSSES
-from openppo.tasks.source import read_tasks
+from openppo.sources.task_file import read_tasks
 from tests.docs.conftest import REPO, Run, train
 
 FOLDER = REPO / "docs"
@@ -346,7 +346,7 @@ def test_many_tasks_train_together(run: Run, workshop: Path) -> None:
     last = (workshop / "ckpt/tasks/logs/metrics.jsonl").read_text().splitlines()[-1]
     assert all(f'"task/{name}/share"' in last for name in ("sums", "math", "game"))
     (workshop / "service.yaml").write_text(service)
-    assert [task.agent for task in read_tasks(workshop / "service.yaml")] == [
+    assert [task["agent"] for task in read_tasks(workshop / "service.yaml")] == [
         "http://127.0.0.1:9000"
     ]
 

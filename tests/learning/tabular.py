@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from openppo.agents.episodes import segments
-from openppo.agents.session import Session, Task
+from openppo.agents.session import Session
 from openppo.agents.turn import Turn
 from openppo.config import TrainPPOConfig
 from openppo.experience import ExperienceMaker, ReplayBuffer
@@ -29,6 +29,7 @@ from openppo.types import (
     Completion,
     Ending,
     Episode,
+    EpisodeInput,
     FinishReason,
     ModelInputs,
     Prompt,
@@ -205,7 +206,7 @@ class Rollouts:
 def episode(sampled: Sampled, paid: Paid, continues: bool) -> Sample:
     """An agent's episode with a turn for each move, which ``continues`` the tokens of the last or is rendered anew."""
     prompt = Prompt("", [sampled.moves[0].state])
-    session = Session(SETUP, Task(prompt, seed=0, group=sampled.group))
+    session = Session(SETUP, EpisodeInput(prompt, seed=0, group=sampled.group))
     read: list[int] = []
     parent = None
     for number, move in enumerate(sampled.moves):

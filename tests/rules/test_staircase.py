@@ -30,11 +30,9 @@ STAIRCASE: dict[str, set[str]] = {
     "rollout": LEVEL_0 | {"models", "tracking"},
     "rewards": LEVEL_0 | {"models", "tracking", "datasets", "strategy"},
     "agents": LEVEL_0 | {"tracking", "models", "strategy", "datasets", "rollout", "rewards"},
-    "tasks": LEVEL_0
-    | {"tracking", "datasets", "rollout", "rewards", "agents", "experience", "orchestrator"},
     "experience": LEVEL_0 | {"models", "tracking", "rollout", "rewards"},
-    "orchestrator": LEVEL_0
-    | {"tracking", "strategy", "datasets", "rollout", "rewards", "experience"},
+    "sources": LEVEL_0
+    | {"tracking", "strategy", "datasets", "rollout", "rewards", "experience", "agents"},
     "trainer": LEVEL_0
     | {
         "tracking",
@@ -44,7 +42,7 @@ STAIRCASE: dict[str, set[str]] = {
         "rollout",
         "rewards",
         "experience",
-        "orchestrator",
+        "sources",
     },
 }
 STAIRCASE["__init__"] = set(STAIRCASE)  # lazy public names of openppo itself; everything but cli

@@ -22,7 +22,7 @@ from openppo.config import ServeRMConfig
 from openppo.rewards import http_server
 from openppo.rewards.http_server import app_runner, body_of, serve
 from openppo.rewards.server import RewardServer, listen
-from openppo.tasks.server import TaskServer
+from openppo.sources.task_server import TaskServer
 
 HEAD = b"POST %s HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer %s\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"

@@ -11,7 +11,7 @@ from openppo import logger
 from openppo.agents.gateway.server import Gateway
 from openppo.agents.parsers import Tools, choose_parser
 from openppo.agents.renderer import Renderer
-from openppo.agents.session import Session, SessionSetup, Task
+from openppo.agents.session import Session, SessionSetup
 from openppo.agents.turn import Turn
 from openppo.config import RowsConfig, ServeAgentConfig
 from openppo.config.agents import AgentConfig
@@ -24,7 +24,7 @@ from openppo.rollout.policy import FrozenPolicy
 from openppo.rollout.sampling import sampling_params
 from openppo.strategy.comm import InferenceStrategy
 from openppo.tracking.console import write_line
-from openppo.types import Prompt
+from openppo.types import EpisodeInput, Prompt
 
 
 class _LoggedSession(Session):
@@ -103,7 +103,7 @@ class AgentServer:
         await self.gateway.stop()
 
     def _session(self, key: str) -> Session:
-        return _LoggedSession(self.setup, Task(Prompt(key or "no key", []), self.seed))
+        return _LoggedSession(self.setup, EpisodeInput(Prompt(key or "no key", []), self.seed))
 
     def close(self) -> None:
         """Release the engine's thread and the process group."""

@@ -12,13 +12,13 @@ from huggingface_hub.errors import HFValidationError
 from openppo.config import Options
 from openppo.config.command_line import without_folders
 from openppo.config.fields import given_options, mask_credentials
-from openppo.rollout.tasks import RunTask
+from openppo.sources.task import Task
 
 _FLAGS = ("prompt_data", "eval_data", "pretrain_data", "dataset", "eval_dataset")
 _SUFFIXES = {".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz"}
 
 
-def describe_data(config: Options, tasks: Sequence[RunTask] = ()) -> list[dict[str, str]]:
+def describe_data(config: Options, tasks: Sequence[Task] = ()) -> list[dict[str, str]]:
     """Return flag, name and digest of each source of data, once.
 
     ``{"flag": "--prompt_data", "name": "prompts.jsonl", "sha256": "9f86..."}``; a data set of the hub has a ``commit``

@@ -6,7 +6,7 @@ from typing import Any
 
 from openppo.config import Options, TrainPPOConfig
 from openppo.config.command_line import command_line
-from openppo.rollout.tasks import RunTask
+from openppo.sources.task import Task
 from openppo.strategy.comm import collective
 from openppo.tracking import environment
 from openppo.tracking.card_file import write_card
@@ -55,7 +55,7 @@ def make_run_card(
     comm: Comm,
     start: str,
     rows: Mapping[str, int],
-    tasks: Sequence[RunTask] = (),
+    tasks: Sequence[Task] = (),
 ) -> RunCard:
     """Gather the facts of a run that starts from the model ``start``; collective.
 

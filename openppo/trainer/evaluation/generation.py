@@ -12,7 +12,7 @@ import torch
 
 from openppo.config import EvaluateConfig, GenerateConfig, PromptsConfig
 from openppo.config.rewards import NO_REWARD
-from openppo.datasets import load_mixed_rows, load_prompts, load_tasks, seed_prompts
+from openppo.datasets import load_mixed_rows, load_prompts, load_tasks, seed_prompts, shard
 from openppo.datasets.image_families import check_images
 from openppo.datasets.media import RowVision
 from openppo.datasets.vision import Vision
@@ -25,11 +25,12 @@ from openppo.rewards.build import ScorerSetup
 from openppo.rewards.response_text import response_text
 from openppo.rewards.scoring import answer_text
 from openppo.rollout.decode_graphs import choose_recorder
-from openppo.rollout.engine_sampler import EngineSampler, sample_responses
+from openppo.rollout.driver import EngineDriver
+from openppo.rollout.players import PlayerParts, Players, ResponsePlayer
 from openppo.rollout.policy import FrozenPolicy
-from openppo.rollout.sample_request import SampleRequest
-from openppo.rollout.samplers import Players, Sampler, SamplerParts
 from openppo.rollout.sampling import decoder, sampling_params, text_before_stop
+from openppo.sources.groups import GroupInput, GroupPlayer, play_together
+from openppo.sources.held_out import held_out_group
 from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.weights import WholeWeights
 from openppo.tracking import Metrics, progress_bar
@@ -126,6 +127,25 @@ class _Job:
         """Inside, the engine may sample; afterwards its memory is free for other work."""
         return self.policy.engine.with_weights(WholeWeights(self.policy.actor.model))
 
+    def _played(self, player: GroupPlayer, eval_seed: int = 0) -> list[Sample]:
+        """Play this rank's share of the prompts; return its samples, those of one prompt beside each other."""
+        groups: list[GroupInput] = []
+        for number, prompt in enumerate(self.prompts):
+            group = held_out_group(
+                prompt,
+                number,
+                params=self.params,
+                n_samples=self.options.n_samples_per_prompt,
+                seed=self.options.seed,
+                eval_seed=eval_seed,
+            )
+            groups.append(group)
+
+        rank_groups = shard(groups, self.comm.rank, self.comm.world_size)
+        with self._weights():
+            played = play_together(player, rank_groups, self.comm, metrics=Metrics())
+        return [sample for group in played for sample in group.members]
+
     def _row(self, sample: Sample, number: int) -> dict[str, Any]:
         """Make the line of this rank's sample ``number``; its text ends before a stop string."""
         ids = sample.last.response_ids
@@ -151,18 +171,15 @@ class GenerateJob(_Job):
         """Load everything; ``ValueError`` names the flag to change."""
         super().__init__(config, config.output_path)
         self._load_policy()
+        driver = EngineDriver(self.policy.engine)
+        self.player = GroupPlayer({"": ResponsePlayer(driver)}, driver)
 
     def fit(self) -> None:
-        """Generate and write."""
-        with self._weights():
-            responses = sample_responses(
-                self.policy.engine,
-                self.prompts,
-                self.params,
-                n_samples=self.options.n_samples_per_prompt,
-                seed=self.options.seed,
-                comm=self.comm,
-            )
+        """Generate and write; ``ValueError`` if the engine refuses a prompt."""
+        responses = self._played(self.player)
+        refused = [sample.episode for sample in responses if sample.episode is not None]
+        if refused:
+            raise ValueError(f"--prompt_data: {refused[0].error}")
 
         rows = []
         shown = progress_bar(responses, "log-probs", enabled=self.strategy.is_main)
@@ -171,6 +188,11 @@ class GenerateJob(_Job):
             row["mean_log_prob"] = self._mean_log_prob(response)
             rows.append(row)
         write_rows(self.output, rows, self.comm)
+
+    def close(self) -> None:
+        """End the player and leave the process group."""
+        self.player.close()
+        super().close()
 
     @torch.no_grad()
     def _mean_log_prob(self, sample: Sample) -> float:
@@ -205,9 +227,9 @@ class EvaluateJob(_Job):
         )
         self.scorer = setup.build() if config.rewards.names() else None
         self._load_policy()
-        self.sampler: Sampler = EngineSampler(self.policy.engine, self.comm)
-        if source is not None:
-            self.sampler = source.make(self._parts())
+        driver = EngineDriver(self.policy.engine)
+        player = ResponsePlayer(driver) if source is None else source.make(self._parts(driver))
+        self.player = GroupPlayer({"": player}, driver)
         self.grading = Grading.of(self.comm, config.rewards, config)
 
     def fit(self) -> None:
@@ -219,17 +241,7 @@ class EvaluateJob(_Job):
 
     def evaluate(self) -> dict[str, float]:
         """Generate, score and write, and return the metrics, the same on all ranks."""
-        request = SampleRequest(
-            self.prompts,
-            self.params,
-            self.options.n_samples_per_prompt,
-            seed=self.options.seed,
-            first_group=0,
-            metrics=Metrics(),
-            evaluation=True,
-        )
-        with self._weights():
-            sampled = self.sampler.sample(request)
+        sampled = self._played(self.player, self.agents.eval_seed)
         responses = begin_scoring(self.scorer, sampled, StopCheck(), prefix="eval_")
 
         if self.output is not None:
@@ -241,8 +253,8 @@ class EvaluateJob(_Job):
         return self.grading.measure(responses)
 
     def close(self) -> None:
-        """End the sampler and leave the process group."""
-        self.sampler.close()
+        """End the player and leave the process group."""
+        self.player.close()
         super().close()
 
     def _load_prompts(self, players: Players | None) -> list[Prompt]:
@@ -251,16 +263,15 @@ class EvaluateJob(_Job):
             players.check_prompts(prompts)
         return prompts
 
-    def _parts(self) -> SamplerParts:
-        """Return the parts of an agent's sampler; episodes end where the model's context does."""
+    def _parts(self, driver: EngineDriver) -> PlayerParts:
+        """Return the parts of an agent's player; episodes end where the model's context does."""
         options = self.options
         longest = self.agents.episode_max_len or options.prompt_max_len + options.generate_max_len
-        return SamplerParts(
-            self.policy.engine,
+        return PlayerParts(
+            driver,
             self.policy.tokenizer,
             self.policy.eos_token_ids,
             comm=self.comm,
-            stop=StopCheck(),
             longest=longest,
             context=self.policy.context,
             has_rewards=self.scorer is not None,

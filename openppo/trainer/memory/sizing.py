@@ -16,7 +16,7 @@ from openppo.models.pretrained import check_model
 from openppo.models.size import ModelSize, model_size
 from openppo.models.vision_models import n_patches
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.trainer.data import PPOData
+from openppo.trainer.data import RunData
 from openppo.trainer.memory.budgets import machine_memory, token_budgets, with_token_budgets
 from openppo.trainer.memory.estimate import Estimate, Machine
 from openppo.trainer.memory.ppo_estimate import Lengths, estimate_ppo
@@ -35,7 +35,7 @@ ModelNames = Mapping[str, tuple[str, str | None]]
 
 def estimated_ppo(
     config: TrainPPOConfig,
-    data: PPOData,
+    data: RunData,
     strategy: DeepspeedStrategy,
     configs: Mapping[str, PreTrainedConfig],
 ) -> tuple[TrainPPOConfig, Estimate | None]:
@@ -81,7 +81,7 @@ def _models(config: TrainPPOConfig) -> ModelNames:
     }
 
 
-def _lengths(config: TrainPPOConfig, data: PPOData, policy: PreTrainedConfig | None) -> Lengths:
+def _lengths(config: TrainPPOConfig, data: RunData, policy: PreTrainedConfig | None) -> Lengths:
     """Token and patch counts of the data; ``policy`` is the config that cuts images into patches."""
     prompts = [len(prompt.token_ids) for prompt in data.prompts] or [config.data.prompt_max_len]
     documents = [len(document.token_ids) for document in data.documents]

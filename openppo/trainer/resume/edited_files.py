@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from openppo.config.fields import Options, given_options, mask_credentials, names_file
-from openppo.rollout.tasks import RunTask
+from openppo.sources.task import Task
 from openppo.user_code import source_files
 
 _OPTIONS = (
@@ -31,7 +31,7 @@ _ALGORITHM = ("policy_loss_type", "advantage_estimator", "kl_controller", "promp
 """Options with a name of ours, or path.py:name of a user's own."""
 
 
-def user_files(config: Options, tasks: Sequence[RunTask] = ()) -> dict[str, Any]:
+def user_files(config: Options, tasks: Sequence[Task] = ()) -> dict[str, Any]:
     """Return ``hashes`` of a run's files by flag and name, and its ``tasks`` by field, for a checkpoint.
 
     ``{"hashes": {"--reward_fn": {"reward.py": "9f86..."}}, "tasks": {"math": {"ratio": 0.5}}}``

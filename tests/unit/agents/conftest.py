@@ -10,13 +10,14 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from openppo.agents import AgentPlayer
-from openppo.agents.sampler import AgentSampler
 from openppo.config.agents import AgentConfig
 from openppo.media import Tokens
+from openppo.rollout.driver import EngineDriver
 from openppo.rollout.engine import Engine
-from openppo.rollout.samplers import SamplerParts
+from openppo.rollout.players import PlayerParts
 from openppo.rollout.sampling import decoder, finish_reason
-from openppo.types import Completion, FinishReason, SamplingParams, SingleProcess, StopCheck
+from openppo.types import Completion, FinishReason, SamplingParams, SingleProcess
+from tests.playing import Plays
 
 CHATML = """
 {%- if tools %}<|im_start|>system
@@ -124,16 +125,16 @@ class ScriptedEngine(Engine):
         self.running.clear()
 
 
-MakeSampler = Callable[..., AgentSampler]
+MakeSampler = Callable[..., Plays]
 
 
 @pytest.fixture
 def make_sampler(chat_tokenizer: PreTrainedTokenizerFast) -> Iterator[MakeSampler]:
-    """``make_sampler(agent, script, **options of AgentConfig)``; its engine is ``sampler.parts.engine``.
+    """``make_sampler(agent, script, **options of AgentConfig)``; its engine is ``sampler.engine``.
 
     ``engine`` is the class of that, ``has_rewards`` tells of sources of rewards beside the agent.
     """
-    made: list[AgentSampler] = []
+    made: list[Plays] = []
 
     def make(
         agent: Any,
@@ -142,19 +143,19 @@ def make_sampler(chat_tokenizer: PreTrainedTokenizerFast) -> Iterator[MakeSample
         engine: Any = ScriptedEngine,
         has_rewards: bool = False,
         **options: Any,
-    ) -> AgentSampler:
+    ) -> Plays:
         source = AgentPlayer(agent, AgentConfig(**options))
         source.check(chat_tokenizer)
-        parts = SamplerParts(
-            engine=engine(chat_tokenizer, script),
+        driver = EngineDriver(engine(chat_tokenizer, script))
+        parts = PlayerParts(
+            driver=driver,
             tokenizer=chat_tokenizer,
             eos_token_ids=[chat_tokenizer.eos_token_id],
             comm=SingleProcess(),
-            stop=StopCheck(),
             longest=longest,
             has_rewards=has_rewards,
         )
-        made.append(source.make(parts))
+        made.append(Plays(source.make(parts), driver, source.options.eval_seed))
         return made[-1]
 
     yield make

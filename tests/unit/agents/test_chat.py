@@ -22,12 +22,12 @@ from openppo.agents.text_stream import TextStream
 from openppo.config import ChatConfig, GenerateConfig, RowsConfig, from_options
 from openppo.datasets.prompts import render_prompt
 from openppo.rewards.response_text import response_text
-from openppo.rollout.engine_sampler import sample_responses
 from openppo.rollout.policy import FrozenPolicy
 from openppo.rollout.sampling import decoder, sampling_params
 from openppo.strategy.weights import WholeWeights
 from openppo.types import FinishReason, SamplingParams
 from tests.fork_server import PYTHON_PATH
+from tests.playing import sample_responses
 from tests.unit.agents.conftest import ScriptedEngine, make_chat_tokenizer
 
 SIZES = {

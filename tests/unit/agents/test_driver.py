@@ -12,9 +12,9 @@ import pytest
 from openppo.media import TokenIds
 from openppo.rollout import driver
 from openppo.rollout.driver import EngineDriver
-from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import (
+    EpisodeInput,
     FinishReason,
     Interrupted,
     Prompt,
@@ -338,8 +338,8 @@ def test_no_time_limit_counts_the_time_in_which_nobody_drives(make_sampler):
         return float(len((await session.chat(task.messages)).text))
 
     sampler = make_sampler(solve, lambda text: "yes", agent_timeout=0.4)
-    sampler.driver.drive(sampler.start(), leave="continue")
-    episode = sampler.sample_one(Prompt("x", [5]), SamplingParams(8), 1, 1, 0, Metrics())
+    sampler.driver.drive(sampler.groups.start(), leave="continue")
+    episode = sampler.player.play(EpisodeInput(Prompt("x", [5]), seed=1), SamplingParams(8))
     played = asyncio.run_coroutine_threadsafe(episode, sampler.driver.loop)
     time.sleep(1.0)
     assert not played.done()
@@ -388,9 +388,7 @@ async def cancel_all(task, session):
 def test_an_agent_that_cancels_its_loop_fails_alone(make_sampler):
     sampler, failed = make_sampler(cancel_all, lambda text: "yes"), []
     prompts = [Prompt("x", [5]), Prompt("hostile", [5]), Prompt("y", [5])]
-    sampled = sampler.sample(
-        SampleRequest(prompts, PARAMS, 1, 1, 0, Metrics(), note_failed=failed.append)
-    )
+    sampled = sampler.sample(prompts, PARAMS, 1, 1, 0, Metrics(), note_failed=failed.append)
     assert [sample.prompt.text for sample in sampled] == ["x", "y"]
     assert len(segments_of(sampled)) == 2
     assert [each.prompt.text for each in failed] == ["hostile"]

@@ -7,12 +7,11 @@ from typing import Any, ClassVar
 import pytest
 
 from openppo.agents.environment import UNREADABLE, EnvironmentAgent
-from openppo.agents.sampler import AgentSampler
 from openppo.config.agents import AgentConfig
-from openppo.rollout.sample_request import SampleRequest
 from openppo.rollout.seeds import sample_seed
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, Sample, SamplingParams, SingleProcess
+from tests.playing import Plays
 
 
 class Count:
@@ -66,25 +65,23 @@ def no_environments() -> None:
     Count.made.clear()
 
 
-def sampler_of(make_sampler: Any, make: Any, script: Any, **options: Any) -> AgentSampler:
+def sampler_of(make_sampler: Any, make: Any, script: Any, **options: Any) -> Plays:
     return make_sampler(EnvironmentAgent(make, AgentConfig(**options)), script, **options)
 
 
 def play(
-    sampler: AgentSampler, n_seeds: int = 1, n: int = 1, **options: Any
+    sampler: Plays, n_seeds: int = 1, n: int = 1, **options: Any
 ) -> tuple[list[Sample], dict[str, float]]:
     metrics = Metrics()
     prompts = [Prompt("", [], row=options.pop("row", {}), index=i) for i in range(n_seeds)]
     sampled = sampler.sample(
-        SampleRequest(
-            prompts,
-            SamplingParams(64),
-            n,
-            seed=options.pop("seed", 7),
-            first_group=options.pop("first", 0),
-            metrics=metrics,
-            **options,
-        )
+        prompts,
+        SamplingParams(64),
+        n,
+        seed=options.pop("seed", 7),
+        first_group=options.pop("first", 0),
+        metrics=metrics,
+        **options,
     )
     assert all(len(sample.segments) == 1 for sample in sampled)
     return sampled, metrics.reduced(SingleProcess())

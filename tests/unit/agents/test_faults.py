@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from openppo.agents import sampler as sampler_module
+from openppo.agents import player as player_module
 from openppo.agents.program import ProgramAgent
 from openppo.config.agents import AgentConfig
 from openppo.process_groups import process_groups
-from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, segments_of
 from tests.unit.agents.conftest import ScriptedEngine
@@ -189,15 +188,15 @@ def test_every_episode_ends_once_whatever_its_agent_does(
     options = {"agent_command": command, "agent_concurrency": concurrency, "agent_timeout": timeout}
     agent, records = Faulty(AgentConfig(**options), kinds), []
 
-    async def recorded(*arguments, play=sampler_module.play, **named):
+    async def recorded(*arguments, play=player_module.play, **named):
         records.append(await play(*arguments, **named))
         return records[-1]
 
-    monkeypatch.setattr(sampler_module, "play", recorded)
+    monkeypatch.setattr(player_module, "play", recorded)
     start_guardian()
     files, before = len(os.listdir("/proc/self/fd")), children()
     sampler = make_sampler(agent, lambda prompt: "yes", engine=Stalling, **options)
-    engine = sampler.parts.engine
+    engine = sampler.engine
 
     async def generate(prompt, *rest, original=sampler.driver.generate):
         try:
@@ -208,7 +207,7 @@ def test_every_episode_ends_once_whatever_its_agent_does(
 
     sampler.driver.generate = generate
     metrics, prompts = Metrics(), [Prompt(f"task {i}", [5, 6], index=i) for i in range(n // 10)]
-    sampled = sampler.sample(SampleRequest(prompts, SamplingParams(64), 10, 1, 0, metrics))
+    sampled = sampler.sample(prompts, SamplingParams(64), 10, 1, 0, metrics)
 
     assert len(records) == len({record.session for record in records}) == n
     by_kind = Counter((agent.kind_of[record.session], record.episode.ending) for record in records)

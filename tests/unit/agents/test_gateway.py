@@ -13,10 +13,10 @@ import pytest
 from openppo.agents.gateway import server
 from openppo.agents.gateway.server import Gateway
 from openppo.agents.renderer import Renderer
-from openppo.agents.session import Session, SessionSetup, Task
+from openppo.agents.session import Session, SessionSetup
 from openppo.config.agents import AgentConfig
 from openppo.rollout.driver import EngineDriver
-from openppo.types import Ending, Prompt, SamplingParams
+from openppo.types import Ending, EpisodeInput, Prompt, SamplingParams
 from tests.unit.agents.conftest import ScriptedEngine
 
 TOOL = {
@@ -40,7 +40,7 @@ class World:
         setup = SessionSetup(
             renderer, self.driver.generate, params, AgentConfig(**options), longest=longest
         )
-        return Session(setup, Task(Prompt("p", [1]), seed=3))
+        return Session(setup, EpisodeInput(Prompt("p", [1]), seed=3))
 
     def run(self, play: Callable[["Client"], Awaitable[Any]]) -> Any:
         """The result of ``play`` with a client of a gateway that ends with it."""

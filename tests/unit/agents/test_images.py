@@ -13,8 +13,7 @@ from transformers import CLIPImageProcessorPil, LlavaProcessor
 
 from openppo.agents import AgentPlayer
 from openppo.agents.gateway.server import Gateway
-from openppo.agents.sampler import AgentSampler
-from openppo.agents.session import Session, Task
+from openppo.agents.session import Session
 from openppo.agents.tool_agent import ToolAgent
 from openppo.agents.tools import ToolResponse
 from openppo.config import RowsConfig
@@ -25,13 +24,14 @@ from openppo.experience.replay_buffer import collate
 from openppo.media import TokenIds, Tokens, distinct_ids
 from openppo.models.media_inputs import media_inputs
 from openppo.models.sampled_ids import SampledIds
+from openppo.rollout.driver import EngineDriver
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.sample_request import SampleRequest
-from openppo.rollout.samplers import SamplerParts
+from openppo.rollout.players import PlayerParts
 from openppo.strategy.weights import WholeWeights
 from openppo.tracking import Metrics
-from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, StopCheck
+from openppo.types import Ending, EpisodeInput, Prompt, SamplingParams, SingleProcess
 from tests.images import llava
+from tests.playing import Plays
 from tests.unit.agents.conftest import CHATML, ScriptedEngine, make_chat_tokenizer
 from tests.unit.agents.test_gateway import Client
 from tests.unit.agents.test_tool_agent import Paying, Plain, calls, then
@@ -96,21 +96,22 @@ def vision(request: Any) -> Vision:
 
 def sampler_of(
     vision: Vision | None, agent: Any, engine: Any, tokenizer: Any, **options: Any
-) -> AgentSampler:
+) -> Plays:
     source = AgentPlayer(
         agent, AgentConfig(**{"tool_parser": "hermes", "check_rendering": "strict", **options})
     )
     source.check(tokenizer)
-    parts = SamplerParts(
-        engine,
+    driver = EngineDriver(engine)
+    parts = PlayerParts(
+        driver,
         tokenizer,
         [tokenizer.eos_token_id],
         SingleProcess(),
-        StopCheck(),
         4000,
         has_rewards=False,
+        vision=vision,
     )
-    return source.make(SamplerParts(**{**vars(parts), "vision": vision}))
+    return Plays(source.make(parts), driver)
 
 
 def played(
@@ -125,15 +126,13 @@ def played(
     engine = SeeingEngine(vision.tokenizer, script)
     sampler = sampler_of(vision if reads else None, agent, engine, vision.tokenizer, **options)
     prompt = prompt or Prompt("task", [5, 6], messages=[{"role": "user", "content": "task"}])
-    (sample,) = sampler.sample(
-        SampleRequest([prompt], SamplingParams(400), 1, 1, 0, Metrics(), evaluation=True)
-    )
+    (sample,) = sampler.sample([prompt], SamplingParams(400), 1, 1, 0, Metrics(), evaluation=True)
     sampler.close()
     return sample, engine
 
 
 def test_each_turn_reads_all_images_so_far(vision):
-    async def solve(task: Task, session: Session) -> float:
+    async def solve(task: EpisodeInput, session: Session) -> float:
         first = await session.chat(shows(RED))
         second = await session.chat([*first.messages, *shows(np.asarray(BLUE), "and this")])
         assert second.parent is first, "its tokens continue those that were recorded"
@@ -156,7 +155,7 @@ def test_each_turn_reads_all_images_so_far(vision):
 def test_only_a_conversation_with_the_same_image_is_continued(vision, history):
     parents = []
 
-    async def solve(task: Task, session: Session) -> float:
+    async def solve(task: EpisodeInput, session: Session) -> float:
         first = await session.chat(sends(url_of(RED)))
         for image in (RED, BLUE):
             again = [*sends(url_of(image)), first.message, {"role": "user", "content": "more"}]
@@ -179,7 +178,7 @@ def test_an_image_is_processed_once_in_an_episode(vision, monkeypatch):
 
     monkeypatch.setattr(Vision, "item", item)
 
-    async def solve(task: Task, session: Session) -> float:
+    async def solve(task: EpisodeInput, session: Session) -> float:
         turn = await session.chat(sends(url_of(RED)))
         for _ in range(3):
             turn = await session.chat(
@@ -202,7 +201,7 @@ def test_images_of_the_row_are_handed_on(vision):
     ]
     prompt = Prompt("row <image>", [5], messages=messages, media=(item,))
 
-    async def solve(task: Task, session: Session) -> float:
+    async def solve(task: EpisodeInput, session: Session) -> float:
         await session.chat(task.messages)
         return 1.0
 
@@ -232,7 +231,7 @@ def test_what_is_sampled_after_images_is_what_training_computes(vision):
     engine = HFEngine(model, [vision.tokenizer.eos_token_id], 0, 2)
     engine.sampled_ids = SampledIds(tuple(range(i, i + 1) for i in vision.token_ids))
 
-    async def solve(task: Task, session: Session) -> float:
+    async def solve(task: EpisodeInput, session: Session) -> float:
         turn = await session.chat(shows(RED))
         await session.chat([*turn.messages, *shows(BLUE)])
         return 1.0
@@ -240,9 +239,7 @@ def test_what_is_sampled_after_images_is_what_training_computes(vision):
     sampler = sampler_of(vision, solve, engine, vision.tokenizer, check_rendering="off")
     prompt = Prompt("task", [5, 6], messages=[{"role": "user", "content": "task"}])
     with engine.with_weights(WholeWeights(model)):
-        samples = sampler.sample(
-            SampleRequest([prompt], SamplingParams(6), 3, 1, 0, Metrics(), evaluation=True)
-        )
+        samples = sampler.sample([prompt], SamplingParams(6), 3, 1, 0, Metrics(), evaluation=True)
     sampler.close()
     rows = collate(samples, 0)
     shown = rows.inputs.media
@@ -275,7 +272,7 @@ def test_the_model_reads_that_a_tools_image_is_broken(vision, broken):
 
 
 def test_texts_that_name_the_token_are_texts(vision):
-    async def solve(task: Task, session: Session) -> float:
+    async def solve(task: EpisodeInput, session: Session) -> float:
         turn = await session.chat(shows(RED, "an <image> tag"))
         await session.chat([*turn.messages, {"role": "user", "content": "<image>?"}])
         return 1.0
@@ -297,7 +294,7 @@ def test_palettes_are_part_of_an_image(vision):
     seen = [image.quantize(4) for image in (RED, BLUE)]
     assert seen[0].tobytes() == seen[1].tobytes()
 
-    async def solve(task: Task, session: Session) -> float:
+    async def solve(task: EpisodeInput, session: Session) -> float:
         turn = await session.chat(shows(seen[0]))
         await session.chat([*turn.messages, *shows(seen[1])])
         return 1.0
@@ -309,7 +306,7 @@ def test_palettes_are_part_of_an_image(vision):
 
 @pytest.mark.parametrize("vision", ["only parts"], indirect=True)
 def test_a_template_of_parts_alone_writes_every_message(vision):
-    async def solve(task: Task, session: Session) -> float:
+    async def solve(task: EpisodeInput, session: Session) -> float:
         turn = await session.chat([{"role": "system", "content": "be kind"}, *shows(RED)])
         await session.chat([*turn.messages, {"role": "user", "content": "and now"}])
         return 1.0
@@ -323,7 +320,7 @@ def test_a_template_of_parts_alone_writes_every_message(vision):
 def test_rows_with_images_need_a_chat(vision):
     prompt = Prompt("<image>", [104] * 4, media=(vision.item(RED),))
 
-    async def solve(task: Task, session: Session) -> float:
+    async def solve(task: EpisodeInput, session: Session) -> float:
         return 1.0
 
     with pytest.raises(
@@ -336,7 +333,7 @@ def test_rows_with_images_need_a_chat(vision):
 def test_a_program_sends_images_as_data_urls(vision):
     seen = {}
 
-    async def solve(task: Task, session: Session) -> float:
+    async def solve(task: EpisodeInput, session: Session) -> float:
         gateway = Gateway()
         await gateway.start()
         key = gateway.open(session)
@@ -391,7 +388,7 @@ def test_addresses_are_fetched_where_that_is_allowed(vision, monkeypatch):
             web.Response(body=content) if request.path == "/red.png" else web.Response(status=404)
         )
 
-    async def solve(task: Task, session: Session) -> float:
+    async def solve(task: EpisodeInput, session: Session) -> float:
         app = web.Application()
         app.add_routes([web.get("/{name}", serve)])
         runner = web.AppRunner(app)
@@ -412,7 +409,7 @@ def test_addresses_are_fetched_where_that_is_allowed(vision, monkeypatch):
 
 
 def test_an_address_of_the_machine_is_refused_by_name_and_flag(vision):
-    async def solve(task: Task, session: Session) -> float:
+    async def solve(task: EpisodeInput, session: Session) -> float:
         with pytest.raises(ValueError) as error:
             await session.chat(sends("http://127.0.0.1:9/red.png"))
         seen.append(str(error.value))
@@ -429,7 +426,7 @@ def test_an_address_of_the_machine_is_refused_by_name_and_flag(vision):
 def test_an_image_of_too_many_pixels_is_not_decoded(vision, monkeypatch):
     """A file of a few kilobytes may stand for gigabytes of pixels."""
 
-    async def solve(task: Task, session: Session) -> float:
+    async def solve(task: EpisodeInput, session: Session) -> float:
         with pytest.raises(ValueError) as error:
             await session.chat(sends(url_of(Image.new("1", (8200, 8200)))))
         seen.append(str(error.value))
@@ -447,7 +444,7 @@ def test_an_image_of_too_many_pixels_is_not_decoded(vision, monkeypatch):
 
 
 def test_a_model_of_text_gets_no_images(vision):
-    async def solve(task: Task, session: Session) -> float:
+    async def solve(task: EpisodeInput, session: Session) -> float:
         await session.chat(shows(RED))
         return 1.0
 
@@ -455,9 +452,7 @@ def test_a_model_of_text_gets_no_images(vision):
         None, solve, SeeingEngine(vision.tokenizer, lambda _: "ok"), vision.tokenizer
     )
     prompt = Prompt("task", [5, 6], messages=[{"role": "user", "content": "task"}])
-    (sample,) = sampler.sample(
-        SampleRequest([prompt], SamplingParams(9), 1, 1, 0, Metrics(), evaluation=True)
-    )
+    (sample,) = sampler.sample([prompt], SamplingParams(9), 1, 1, 0, Metrics(), evaluation=True)
     sampler.close()
     assert len(sample.segments) == 1
     assert "--pretrain reads none here" in sample.episode.error

@@ -18,14 +18,12 @@ from openppo.agents.gateway import server
 from openppo.agents.gateway.server import Gateway
 from openppo.agents.openrlhf import OpenRLHFAgent
 from openppo.agents.renderer import Renderer
-from openppo.agents.session import EpisodeEnded, Session, SessionSetup, Task
+from openppo.agents.session import EpisodeEnded, Session, SessionSetup
 from openppo.agents.tool_agent import ToolAgent
 from openppo.agents.tools import BaseTool, OpenAIFunctionToolSchema
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import encode_bare
-from openppo.rollout.sample_request import SampleRequest
-from openppo.tracking import Metrics
-from openppo.types import Completion, Ending, FinishReason, Prompt, SamplingParams
+from openppo.types import Completion, Ending, EpisodeInput, FinishReason, Prompt, SamplingParams
 from tests.unit.agents.conftest import CHATML
 
 LONG = "x" * 40_000
@@ -47,12 +45,12 @@ class Fetch(BaseTool):
         return LONG
 
 
-async def asks(task: Task, session: Session) -> float:
+async def asks(task: EpisodeInput, session: Session) -> float:
     await session.chat([{"role": "user", "content": LONG}])
     return 1.0
 
 
-async def goes_on(task: Task, session: Session) -> float:
+async def goes_on(task: EpisodeInput, session: Session) -> float:
     turn = await session.chat([{"role": "user", "content": "hello"}])
     await session.chat([*turn.messages, {"role": "user", "content": LONG}])
     return 1.0
@@ -97,15 +95,7 @@ def test_the_event_loop_answers_while_a_text_is_tokenized(
     script = lambda prompt: CALL if "fetch" in prompt and LONG not in prompt else "yes"  # noqa: E731
     options = {"tool_parser": "hermes", **options}
     sampler = make_sampler(agent(tmp_path), script, longest=200_000, has_rewards=True, **options)
-    request = SampleRequest(
-        [Prompt("hi", [5, 6])],
-        SamplingParams(200),
-        n_samples=1,
-        seed=0,
-        first_group=0,
-        metrics=Metrics(),
-    )
-    (sample,) = sampler.sample(request)
+    (sample,) = sampler.sample([Prompt("hi", [5, 6])], SamplingParams(200))
     assert sample.episode.ending is Ending.COMPLETED and len(sample.segments) == 1
     assert answers and all(answers)
 
@@ -140,7 +130,7 @@ def session(bytes_tokenizer, monkeypatch) -> Callable[..., Session]:
         setup = SessionSetup(
             renderer, generate, SamplingParams(8), AgentConfig(**options), longest, context
         )
-        return Session(setup, Task(Prompt("p", [1]), seed=3))
+        return Session(setup, EpisodeInput(Prompt("p", [1]), seed=3))
 
     monkeypatch.setattr(rendering, "encode_bare", short)
     return make

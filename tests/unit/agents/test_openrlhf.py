@@ -8,7 +8,6 @@ import pytest
 from openppo.agents import agent_source
 from openppo.agents.openrlhf import OpenRLHFAgent
 from openppo.config.agents import AgentConfig
-from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess
 
@@ -59,9 +58,7 @@ def play(sampler: Any, n: int = 1, **limits: Any) -> tuple[list[Any], dict[str, 
     metrics = Metrics()
     prompts = [Prompt("Human: hi\n", [5, 6], label="answer") for _ in range(n)]
     params = SamplingParams(limits.pop("max_new_tokens", 64), **limits)
-    sampled = sampler.sample(
-        SampleRequest(prompts, params, 1, seed=1, first_group=0, metrics=metrics)
-    )
+    sampled = sampler.sample(prompts, params, 1, seed=1, first_group=0, metrics=metrics)
     assert all(len(sample.segments) == 1 for sample in sampled)
     return sampled, metrics.reduced(SingleProcess())
 

@@ -16,12 +16,10 @@ import pytest
 
 from openppo.agents import Agent, AgentPlayer, agent_source
 from openppo.agents.program import Command, ProgramAgent, printed_reward
-from openppo.agents.session import Task
 from openppo.config.agents import AgentConfig
 from openppo.process_groups import RELEASE
-from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
-from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, segments_of
+from openppo.types import Ending, EpisodeInput, Prompt, SamplingParams, SingleProcess, segments_of
 from tests.fork_server import REPO
 
 CLIENT = """
@@ -55,9 +53,7 @@ def play(make_sampler, tmp_path):
         )
         sampler = make_sampler(agent, lambda prompt: "yes", **options)
         prompt, metrics = Prompt("say yes", [5, 6], row=row or {}), Metrics()
-        [sampled] = sampler.sample(
-            SampleRequest([prompt], SamplingParams(64), 1, 1, 0, metrics, evaluation=True)
-        )
+        [sampled] = sampler.sample([prompt], SamplingParams(64), 1, 1, 0, metrics, evaluation=True)
         assert len(sampled.segments) == 1
         return sampled, metrics.reduced(SingleProcess())
 
@@ -118,9 +114,7 @@ def test_each_episode_has_a_key_of_its_own(make_sampler, tmp_path):
     )
     agent = ProgramAgent(AgentConfig(agent_command=f"{sys.executable} {tmp_path}/agent.py"))
     sampled = make_sampler(agent, lambda prompt: "yes").sample(
-        SampleRequest(
-            [Prompt("x", [5], index=i) for i in range(3)], SamplingParams(8), 1, 1, 0, Metrics()
-        )
+        [Prompt("x", [5], index=i) for i in range(3)], SamplingParams(8), 1, 1, 0, Metrics()
     )
     assert len({sample.episode.output for sample in sampled}) == 3
 
@@ -147,11 +141,9 @@ def test_without_a_reward_of_its_own_others_score_the_episode(make_sampler, tmp_
         ProgramAgent(AgentConfig(agent_command=f"{sys.executable} {tmp_path}/agent.py")), str.upper
     )
     for has_rewards, ending in ((True, Ending.COMPLETED), (False, Ending.AGENT_ERROR)):
-        object.__setattr__(sampler.parts, "has_rewards", has_rewards)
+        object.__setattr__(sampler.player.parts, "has_rewards", has_rewards)
         metrics = Metrics()
-        sampled = sampler.sample(
-            SampleRequest([Prompt("x", [5])], SamplingParams(8), 1, 1, 0, metrics)
-        )
+        sampled = sampler.sample([Prompt("x", [5])], SamplingParams(8), 1, 1, 0, metrics)
         assert metrics.reduced(SingleProcess())[f"agent/{ending.value}"] == 1
         assert [sample.scores for sample in sampled] == ([{}] if has_rewards else [])
 
@@ -212,7 +204,7 @@ def test_a_program_cancelled_while_it_starts_leaves_nothing(passes, tmp_path):
 
     async def cancelled_at_its_start() -> bool:
         await agent.start()
-        work = asyncio.create_task(agent.run(Task(Prompt("x", [5]), seed=0), session))
+        work = asyncio.create_task(agent.run(EpisodeInput(Prompt("x", [5]), seed=0), session))
         for _ in range(passes):
             await asyncio.sleep(0)
         work.cancel()
@@ -241,7 +233,7 @@ def test_waiting_for_a_place_costs_an_episode_no_time(make_sampler):
 
     metrics = Metrics()
     sampler = make_sampler(Waits(), str.upper, agent_timeout=0.4)
-    sampler.sample(SampleRequest([Prompt("x", [5])], SamplingParams(8), 1, 1, 0, metrics))
+    sampler.sample([Prompt("x", [5])], SamplingParams(8), 1, 1, 0, metrics)
     assert metrics.reduced(SingleProcess())["agent/timeout"] == 0
 
 
@@ -254,7 +246,7 @@ def test_no_more_programs_run_at_a_time_than_allowed(make_sampler, tmp_path):
     agent = ProgramAgent(AgentConfig(agent_command=command, agent_concurrency=2))
     prompts = [Prompt("x", [5], index=i) for i in range(6)]
     sampled = make_sampler(agent, lambda prompt: "yes").sample(
-        SampleRequest(prompts, SamplingParams(8), 1, 1, 0, Metrics())
+        prompts, SamplingParams(8), 1, 1, 0, Metrics()
     )
     assert len(sampled) == len(segments_of(sampled)) == 6
     assert max(sample.scores["reward"] for sample in sampled) <= 2
@@ -340,6 +332,6 @@ def test_the_example_asks_a_second_time(make_sampler, answers, reward):
         ProgramAgent(AgentConfig(agent_command=command)), lambda prompt: next(said)
     )
     prompt, metrics = Prompt("What is 17 + 25?", [5], row={"answer": "42"}), Metrics()
-    [sampled] = sampler.sample(SampleRequest([prompt], SamplingParams(64), 1, 1, 0, metrics))
+    [sampled] = sampler.sample([prompt], SamplingParams(64), 1, 1, 0, metrics)
     assert len(sampled.segments) == 1 and sampled.scores == {"reward": reward}
     assert metrics.reduced(SingleProcess())["agent/turns"] == len(answers)

@@ -15,11 +15,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from openppo.rollout.sample_request import SampleRequest
-from openppo.rollout.samplers import SampleFailed
-from openppo.tasks.service import ServiceAgent
-from openppo.tracking import Metrics
-from openppo.types import Ending, Prompt, SamplingParams
+from openppo.agents.service import ServiceAgent
+from openppo.types import Ending, EpisodeInput, Prompt, SamplingParams
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "task_service.py"
 PARAMS = SamplingParams(16)
@@ -33,16 +30,7 @@ def rows(n):
 
 
 def played(sampler, prompts, n_samples=1):
-    request = SampleRequest(
-        prompts,
-        PARAMS,
-        n_samples,
-        seed=0,
-        first_group=0,
-        metrics=Metrics(),
-        evaluation=True,
-    )
-    samples = sampler.sample(request)
+    samples = sampler.sample(prompts, PARAMS, n_samples, seed=0, evaluation=True)
     assert all(len(sample.segments) == 1 for sample in samples)
     return samples
 
@@ -207,11 +195,9 @@ def test_a_service_that_is_killed_and_started_again_loses_no_episode(make_sample
 
     async def one(i, prompt):
         for attempt in range(3):
-            try:
-                sample = await sampler.sample_one(
-                    prompt, PARAMS, 10 * i + attempt, env_seed=0, group=i, metrics=Metrics()
-                )
-            except SampleFailed:
+            task = EpisodeInput(prompt, seed=10 * i + attempt, group=i)
+            sample = await sampler.player.play(task, PARAMS)
+            if not sample.is_trained:
                 continue
             ended.append((i, attempt, sample.scores))
             if len(ended) == 5:
@@ -220,7 +206,7 @@ def test_a_service_that_is_killed_and_started_again_loses_no_episode(make_sample
         raise AssertionError(f"episode {i} has failed")
 
     async def work():
-        await sampler.start()
+        await sampler.groups.start()
         gate = asyncio.Semaphore(4)
 
         async def gated(i, prompt):
@@ -231,7 +217,7 @@ def test_a_service_that_is_killed_and_started_again_loses_no_episode(make_sample
 
     def restart():
         assert started.wait(30)
-        while not sampler.parts.engine.running:  # a turn is under way
+        while not sampler.engine.running:  # a turn is under way
             time.sleep(0.001)
         process.kill()
         process.wait()

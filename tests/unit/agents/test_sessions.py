@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from openppo.agents import EpisodeEnded, Turn
-from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import (
     Completion,
@@ -36,7 +35,7 @@ def play(
     metrics = Metrics()
     prompts = [Prompt(f"task {i}", [5, 6], row={"number": i}) for i in range(n_prompts)]
     sampled = sampler.sample(
-        SampleRequest(prompts, SamplingParams(max_new_tokens), n_samples, 1, 0, metrics, **options)
+        prompts, SamplingParams(max_new_tokens), n_samples, 1, 0, metrics, **options
     )
     return sampled, metrics.reduced(SingleProcess())
 
@@ -62,10 +61,10 @@ async def three_turns(task: Any, session: Any) -> float:
 
 def test_each_turn_continues_recorded_ids(make_sampler, chat_tokenizer):
     sampler = make_sampler(three_turns, lambda prompt: "<think>hm</think>yes")
-    sampler.parts.engine.version = 7
+    sampler.engine.version = 7
     [sample], metrics = play(sampler)
     [segment] = sample.segments
-    journal = sampler.parts.engine.journal
+    journal = sampler.engine.journal
     assert segment.versions == [7 if sampled else -1 for sampled in segment.action_mask]
     assert [segment.token_ids[start:stop] for start, stop in segment.spans] == [
         ids for _, ids in journal
@@ -83,16 +82,14 @@ def test_each_turn_continues_recorded_ids(make_sampler, chat_tokenizer):
 def test_a_turn_resumes_what_is_kept_of_the_one_before(make_sampler):
     sampler = make_sampler(three_turns, lambda prompt: "yes")
     play(sampler)
-    assert [handle for *_, handle in sampler.parts.engine.submitted] == [None, 0, 1]
+    assert [handle for *_, handle in sampler.engine.submitted] == [None, 0, 1]
 
 
 def test_each_turn_has_its_own_repeatable_seed(make_sampler):
     samplers = [make_sampler(three_turns, lambda prompt: "yes") for _ in range(2)]
     for sampler in samplers:
         play(sampler, 2, 2)
-    first, second = (
-        [seed for _, seed, _ in sampler.parts.engine.submitted] for sampler in samplers
-    )
+    first, second = ([seed for _, seed, _ in sampler.engine.submitted] for sampler in samplers)
     assert first == second and len(set(first)) == 12
 
 
@@ -108,7 +105,7 @@ def test_an_answer_after_the_end_is_no_turn(make_sampler):
 
     ended: list[int] = []
     sampler = make_sampler(end, lambda prompt: "yes")
-    assert (play(sampler)[0], ended, len(sampler.parts.engine.journal)) == ([], [0], 1)
+    assert (play(sampler)[0], ended, len(sampler.engine.journal)) == ([], [0], 1)
 
 
 def test_a_lower_limit_of_a_request_bounds_its_least_tokens_too(make_sampler):
@@ -118,16 +115,14 @@ def test_a_lower_limit_of_a_request_bounds_its_least_tokens_too(make_sampler):
 
     sampler, metrics = make_sampler(short, lambda prompt: "yes"), Metrics()
     sampler.sample(
-        SampleRequest(
-            [Prompt("task", [5])],
-            SamplingParams(9, min_new_tokens=4, stop=("?",)),
-            1,
-            1,
-            0,
-            metrics,
-        )
+        [Prompt("task", [5])],
+        SamplingParams(9, min_new_tokens=4, stop=("?",)),
+        1,
+        1,
+        0,
+        metrics,
     )
-    [(params, *_)] = sampler.parts.engine.submitted
+    [(params, *_)] = sampler.engine.submitted
     assert params == SamplingParams(2, min_new_tokens=2, stop=("?", "!"))
 
 
@@ -140,7 +135,7 @@ def test_a_request_of_no_whole_number_of_tokens_ends_its_episode_alone(make_samp
     sampler = make_sampler(ask, lambda prompt: "yes")
     sampled, metrics = play(sampler, 2)
     assert metrics["agent/agent_error"] == metrics["agent/completed"] == 0.5
-    assert [params.stop for params, *_ in sampler.parts.engine.submitted] == [("yes",)] and len(
+    assert [params.stop for params, *_ in sampler.engine.submitted] == [("yes",)] and len(
         sampled
     ) == 1
 
@@ -169,7 +164,7 @@ def test_an_episode_may_have_thousands_of_turns():
 def test_history_as_the_template_has_it_makes_segments(make_sampler):
     sampler = make_sampler(three_turns, lambda prompt: "<think>hm</think>yes", history="template")
     [sample], metrics = play(sampler)
-    journal = sampler.parts.engine.journal
+    journal = sampler.engine.journal
     assert (len(sample.segments), metrics["agent/rerendered_turns"]) == (3, 2)
     for segment, (prompt, ids) in zip(sample.segments, journal, strict=True):
         assert (segment.prompt_ids, segment.response_ids) == (prompt, ids)
@@ -197,7 +192,7 @@ def test_branches_are_segments_of_one_sample(make_sampler, n_branches):
     assert sample.fractions == pytest.approx([n / sum(n_actions) for n in n_actions])
     # The shared turn is trained on once.
     assert [len(segment.spans) for segment in sample.segments] == [2] + [1] * (n_branches - 1)
-    journal = sampler.parts.engine.journal
+    journal = sampler.engine.journal
     assert sum(n_actions) == sum(len(ids) for _, ids in journal)
 
 
@@ -242,10 +237,9 @@ def test_rewards_that_metrics_cannot_hold_fail_the_episode(make_sampler, rewards
         return rewards
 
     failed: list[Any] = []
-    request = SampleRequest(
-        [Prompt("x", [5])], SamplingParams(8), 1, 1, 0, Metrics(), note_failed=failed.append
+    make_sampler(solve, lambda prompt: "yes").sample(
+        [Prompt("x", [5])], SamplingParams(8), note_failed=failed.append
     )
-    make_sampler(solve, lambda prompt: "yes").sample(request)
     assert re.search(error, failed[0].episode.error)
 
 
@@ -419,7 +413,7 @@ def test_a_cancelled_request_frees_its_row_and_leaves_no_turn(make_sampler):
     sampler = make_sampler(give_up, lambda prompt: "yes" if "short" in prompt else "y" * 10**6)
     [sample], metrics = play(sampler, max_new_tokens=10**6)
     assert len(sample.segments) == 1 and metrics["agent/completed"] == 1
-    assert len(sampler.parts.engine.journal) == 1 and not sampler.parts.engine.busy
+    assert len(sampler.engine.journal) == 1 and not sampler.engine.busy
 
 
 def test_samples_of_a_row_share_only_the_environment_seed(make_sampler):

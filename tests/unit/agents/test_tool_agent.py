@@ -16,7 +16,6 @@ from openppo.agents import AgentPlayer
 from openppo.agents.tool_agent import State, ToolAgent, ToolEpisode, arguments_of
 from openppo.agents.tools import BaseTool, FunctionTool, OpenAIFunctionToolSchema, ToolResponse
 from openppo.config.agents import AgentConfig
-from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, Sample, SamplingParams, SingleProcess
 from tests.unit.agents.verl_tools import JOURNAL, SCHEMA, NewGrader, OldGrader
@@ -79,7 +78,7 @@ def play(make_sampler) -> Callable[..., tuple[list[Sample], dict[str, float]]]:
             for row in rows
         ]
         agent.check(prompts)
-        sampled = sampler.sample(SampleRequest(prompts, SamplingParams(400), 1, 1, 0, metrics))
+        sampled = sampler.sample(prompts, SamplingParams(400), 1, 1, 0, metrics)
         assert all(len(sample.segments) == 1 for sample in sampled)
         return sampled, metrics.reduced(SingleProcess())
 

@@ -12,7 +12,7 @@ from openppo.experience import ExperienceMaker, ReplayBuffer
 from openppo.experience.replay_buffer import mini_batches
 from openppo.tracking import Metrics
 from openppo.trainer.actor_step import ActorStep
-from openppo.trainer.evaluation.held_out import measure_held_out_kl
+from openppo.trainer.evaluation.held_out_kl import measure_held_out_kl
 from openppo.types import SingleProcess
 from tests.learning.tabular import CPU, PAD, Policy
 

@@ -17,9 +17,9 @@ from openppo.experience.replay_buffer import collate
 from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import eos_token_ids, pad_token_id
 from openppo.rewards import FunctionScorer, ModelScorer, RewardFunction
-from openppo.rollout.engine_sampler import sample_responses
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import FinishReason, Prompt, SamplingParams, SingleProcess
+from tests.playing import sample_responses
 
 PAD, EOS, END, A, B, C = 0, 1, 2, 4, 5, 6
 VOCAB = 30

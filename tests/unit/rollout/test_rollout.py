@@ -7,7 +7,6 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from openppo.experience.scoring import begin_scoring
-from openppo.rollout.engine_sampler import sample_responses
 from openppo.rollout.rollout import Rollout
 from openppo.rollout.scores import scored
 from openppo.rollout.seeds import sample_seed
@@ -22,6 +21,7 @@ from openppo.types import (
     Segment,
     StopCheck,
 )
+from tests.playing import InstantEngine, sample_responses
 from tests.samples import with_last
 
 PARAMS = SamplingParams(max_new_tokens=6)
@@ -31,15 +31,16 @@ PROMPTS = [
 ]
 
 
-class RecordingEngine:
+class RecordingEngine(InstantEngine):
     """Answers each prompt with its first token and remembers what it was asked."""
 
     def __init__(self, version=0):
+        super().__init__()
         self.version = version
         self.prompts: list[Sequence[int]] = []
         self.seeds: list[int] = []
 
-    def generate(self, prompts, params, seeds):
+    def answers(self, prompts, params, seeds):
         """One token for each prompt."""
         assert params == PARAMS
         self.prompts += [prompt.token_ids for prompt in prompts]

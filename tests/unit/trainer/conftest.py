@@ -13,12 +13,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker
 from openppo.experience.hooks import Hooks
+from openppo.rollout.driver import EngineDriver
+from openppo.rollout.players import ResponsePlayer
+from openppo.sources.groups import GroupPlayer
+from openppo.sources.held_out import HeldOut
+from openppo.sources.rank_sampler import RankSampler
+from openppo.sources.synchronous import PromptSource
+from openppo.sources.task import Task
 from openppo.tracking import PhaseTimer, StepProfiler, Trackers
 from openppo.trainer import PPOTrainer
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.data import PPOData
+from openppo.trainer.data import RunData
 from openppo.trainer.evaluation.evaluator import Grading
-from openppo.trainer.source import PromptSource
 from openppo.types import (
     Experience,
     Interrupted,
@@ -28,6 +34,7 @@ from openppo.types import (
     SingleProcess,
     StopCheck,
 )
+from tests.playing import InstantEngine
 
 CPU = torch.device("cpu")
 PPO = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"}
@@ -127,15 +134,14 @@ def nothing_held(*_):
     return nullcontext()
 
 
-class Engine:
+class Engine(InstantEngine):
     """Answers row ``i`` with ``answer(i, prompt, seed, params)``, a completion."""
 
-    version, with_weights, free = 0, nothing_held, None
-
     def __init__(self, answer):
+        super().__init__()
         self.answer = answer
 
-    def generate(self, prompts, params, seeds):
+    def answers(self, prompts, params, seeds):
         return [
             self.answer(i, prompt.token_ids, seed, params)
             for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
@@ -233,17 +239,42 @@ def trainer_of(answer, given, held_out=(), score=None, comm=None, callbacks=(), 
     )
     policy, record, comm = PlainModel(Policy()), Record(), comm or SingleProcess()
     hooks = Hooks(PhaseTimer(StepProfiler(config.run.save_path, config.tracking, 0).phase))
+    task = Task(
+        "",
+        config,
+        prompts=given,
+        held_out=list(held_out),
+        scorer=Scorer(score) if score else Scorer(),
+    )
     parts = PPOComponents(
         strategy=Strategy(comm=comm),
         tokenizer=SimpleNamespace(decode=lambda ids, **_: ""),
         actor=policy,
         critic_step=None,
         engine=Engine(answer),
-        scorer=Scorer(score) if score else Scorer(),
         maker=ExperienceMaker(policy, None, None, config, comm, CPU, 0, hooks),
-        data=PPOData(given, list(held_out), [], {}, 0),
+        data=RunData([task], [], {}, longest=0),
         grading=Grading(comm),
         trackers=Trackers([record]),
         checkpointer=record,
     )
-    return PPOTrainer(config, parts, PromptSource(config, parts), callbacks)
+    driver = EngineDriver(parts.engine, parts.stop)
+    sampler = RankSampler(
+        parts.engine,
+        policy,
+        GroupPlayer({"": ResponsePlayer(driver)}, driver),
+        comm=comm,
+        device=CPU,
+        version=lambda: parts.state.global_step,
+        fits_once=config.deepspeed.deterministic,
+    )
+    held_out = HeldOut(
+        config,
+        [task],
+        sampler,
+        parts.stop,
+        weights_to_save=parts.weights_to_save,
+        scorer=task.scorer,
+    )
+    source = PromptSource(config, task, sampler, held_out, hooks, parts.tokenizer)
+    return PPOTrainer(config, parts, source, callbacks)

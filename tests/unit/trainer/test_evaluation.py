@@ -11,7 +11,6 @@ from itertools import combinations
 import pytest
 
 from openppo.experience.scoring import begin_scoring
-from openppo.rollout.engine_sampler import sample_responses
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.evaluation.evaluator import Grading, pass_at_k, pass_ks
 from openppo.trainer.evaluation.passing import PassWatch
@@ -28,6 +27,7 @@ from openppo.types import (
     SingleProcess,
     StopCheck,
 )
+from tests.playing import sample_responses
 from tests.ranks import on_ranks
 from tests.unit.trainer.conftest import Engine, Scorer
 

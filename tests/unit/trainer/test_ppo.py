@@ -1,11 +1,11 @@
 """The loop of PPO and its source, of parts made by hand: who samples what, what is reported, what a failure leaves."""
 
 import contextlib
+import dataclasses
 import gzip
 import json
 import logging
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from openppo.config import RunConfig
 from openppo.experience.group_filters import useful_groups
 from openppo.rollout.failures import NothingTrainedError
+from openppo.sources.dynamic_sampling import deal_groups
+from openppo.sources.synchronous import PromptSource
 from openppo.tracking.phase import current
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.evaluation.evaluator import Grading
-from openppo.trainer.source import PromptSource, first_groups
 from openppo.trainer.update import SkippedSteps
 from openppo.types import Completion, FinishReason, Prompt, Score, SingleProcess
 from tests.samples import one_segment, with_last
@@ -37,17 +38,17 @@ def ppo(n_batches, evaluates=False, **options):
 
 def test_the_memory_that_sizes_the_engine_is_kept_where_runs_are_deterministic(monkeypatch):
     measured = iter([700, 300])
-    monkeypatch.setattr("openppo.trainer.source.free_memory", lambda device: next(measured))
+    monkeypatch.setattr("openppo.sources.rank_sampler.free_memory", lambda device: next(measured))
     trainer, record = ppo(2, deterministic=True)
     trainer.fit()
-    assert trainer.source.engine.free == 700, "of the first rollout"
+    assert trainer.source.sampler.engine.free == 700, "of the first rollout"
     again, _ = ppo(2, deterministic=True)
     again.source.load_state_dict(record.saved[-1][1]["source"])
     again.step(prompts("a", "b"))
-    assert again.source.engine.free == 700, "though less is free now"
+    assert again.source.sampler.engine.free == 700, "though less is free now"
     plain, _ = ppo(2)
     plain.fit()
-    assert plain.source.engine.free is None
+    assert plain.source.sampler.engine.free is None
     assert "free_memory" not in plain.source.state_dict()
 
 
@@ -151,7 +152,7 @@ def test_a_step_and_its_halves_give_the_same_bits_metrics_traces_and_places(tmp_
         options = {"n_samples_per_prompt": 2, "entropy_coef": 0.1, "train_batch_size": 4}
         trainer, _ = ppo(2, profile_steps="2", save_path=str(save_path), **options)
         seen = []
-        note_places(monkeypatch, trainer.components.engine, "generate", seen)
+        note_places(monkeypatch, trainer.components.engine, "step", seen)
         note_places(monkeypatch, trainer.components.actor, "step", seen)
         current.step = 0
         current.take_seconds()  # left by other tests of this process
@@ -312,7 +313,7 @@ def test_a_list_of_the_batches_of_a_game_without_end_ends():
 def test_a_run_whose_evaluations_pass_nothing_ends_with_a_warning(caplog):
     trainer, _ = ppo(2, evaluates=True, pass_reward=1e6)
     trainer.components.grading = Grading(trainer.comm, 1e6)
-    trainer.components.data.held_out.append(PROMPTS[3])
+    trainer.components.data.tasks[0].held_out.append(PROMPTS[3])
     trainer.fit()
     warnings = [
         message
@@ -397,7 +398,7 @@ def test_groups_stay_together_and_are_the_same_for_any_number_of_ranks():
     groups = [sample.group for sample in alone]
     assert groups == [100, 100, 101, 101, 102, 102, 103, 103, 104, 104]
     assert len({tuple(sample.last.response_ids) for sample in alone}) == 10
-    assert source.engine.version == 7
+    assert source.sampler.engine.version == 7
     for world in (2, 3, 4):
         sources = [source_of(OneOf(rank, world), first_group=100) for rank in range(world)]
         of_ranks = [source.rollout(PROMPTS).unscored for source in sources]
@@ -424,9 +425,10 @@ def test_evaluation_holds_the_weights_only_while_it_samples():
         yield
         seen.append("closed")
 
-    score = source.scorer.score
-    source.engine.with_weights = with_weights
-    source.scorer.score = lambda rows: seen.append("scored") or score(rows)
+    scorer = source.task.scorer
+    score = scorer.score
+    source.sampler.engine.with_weights = with_weights
+    scorer.score = lambda rows: seen.append("scored") or score(rows)
     responses = source.evaluate()
     assert seen == ["open", "closed", "scored"]
     assert [sample.group for sample in responses] == [0, 0, 1, 1, 2, 2]
@@ -437,16 +439,20 @@ def test_evaluation_holds_the_weights_only_while_it_samples():
 def test_evaluation_by_another_function_replaces_all_rewards():
     source = source_of()
     scorer = Scorer(lambda sample: Score({"other": float(sample.prompt.token_ids[0])}))
-    source.components.grading = Grading(source.comm, scorer=scorer)
-    sampler = source.sampled_by
+    source.held_out = dataclasses.replace(source.held_out, scorer=scorer, replaces_rewards=True)
+    players = source.sampler.player.players
+    player = players[""]
 
-    def as_an_agent(request):
-        return [
-            sample.with_scores({"own": 1.0}, token_rewards=[1.0] * len(sample.last.token_ids))
-            for sample in sampler.sample(request)
-        ]
+    class AsAnAgent:
+        async def start(self):
+            pass
 
-    source.sampled_by = SimpleNamespace(sample=as_an_agent)
+        async def play(self, task, params):
+            sample = await player.play(task, params)
+            token_rewards = [1.0] * len(sample.last.token_ids)
+            return sample.with_scores({"own": 1.0}, token_rewards=token_rewards)
+
+    players[""] = AsAnAgent()
     assert [(sample.scores, sample.last.token_rewards) for sample in source.evaluate()] == [
         ({"other": 10.0 + i}, None) for i in range(3)
     ]
@@ -497,7 +503,7 @@ def test_groups_with_one_reward_are_of_no_use_and_of_too_many_the_first_are_kept
     assert useful_groups([*same, *unequal], True, {}) == unequal
     assert useful_groups([*same, *unequal], False, {}) == []
     third, first, second = scored(7, 0.0, 1.0), scored(3, 0.0, 1.0), scored(5, 0.0, 1.0)
-    assert first_groups([*third, *first, *second], limit=2, comm=SingleProcess()) == [
+    assert deal_groups([*third, *first, *second], limit=2, comm=SingleProcess()) == [
         *first,
         *second,
     ]

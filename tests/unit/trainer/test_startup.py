@@ -18,7 +18,7 @@ from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.comm import check_same
 from openppo.trainer.build import build_ppo_trainer
 from openppo.trainer.context_limits import check_context
-from openppo.trainer.data import load_ppo_data
+from openppo.trainer.data import load_only_documents
 from openppo.trainer.images import check_run_with_images
 from openppo.trainer.option_checks import check_options
 from openppo.types import ModelInputs, SamplingParams, SingleProcess
@@ -154,8 +154,8 @@ def test_a_loader_of_the_users_own_reads_documents_too(tmp_path, make_tokenizer)
     config = from_options(
         TrainPPOConfig, pretrain="m", reward_fn="f.py", pretrain_data="ab", dataset_class=loader
     )
-    data = load_ppo_data(
-        config, make_tokenizer(), LlamaConfig(vocab_size=40), SingleProcess(), prompts=False
+    data = load_only_documents(
+        config, make_tokenizer(), LlamaConfig(vocab_size=40), SingleProcess()
     )
     assert [document.token_ids for document in data.documents] == [[4, 5, 1]] * 3
 

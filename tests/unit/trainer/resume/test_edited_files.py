@@ -9,7 +9,7 @@ import pytest
 
 from openppo.config import TrainPPOConfig, TrainSFTConfig, flat_dict, from_options
 from openppo.config.fields import Options
-from openppo.rollout.tasks import RunTask
+from openppo.sources.task import Task
 from openppo.trainer.resume.compatible import check_compatible
 from openppo.trainer.resume.edited_files import user_files
 
@@ -26,7 +26,7 @@ def config_of(**options: Any) -> TrainPPOConfig:
 
 
 def logged(
-    config: Options, saved: Any, caplog: pytest.LogCaptureFixture, *tasks: RunTask
+    config: Options, saved: Any, caplog: pytest.LogCaptureFixture, *tasks: Task
 ) -> list[str]:
     """Lines about edited files of a run that resumes from a checkpoint with these ``saved`` files, or none."""
     identity: dict[str, Any] = {"kind": "ppo", "options": flat_dict(config), "contents": {}}
@@ -127,7 +127,7 @@ def test_a_file_of_one_task_is_named_with_it(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_of(tasks="tasks.yaml", dataset_class="rows.py:Rows")
-    task = RunTask("sums", config_of(reward_fn="reward.py", dataset_class="rows.py:Rows"))
+    task = Task("sums", config_of(reward_fn="reward.py", dataset_class="rows.py:Rows"))
     saved = user_files(config, [task])
     for name in ("reward.py", "rows.py"):
         (folder / name).write_text("import shared\nx = 2\n")

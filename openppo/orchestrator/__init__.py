@@ -1,1 +1,0 @@
-"""Asynchronous runs: sampling does not wait for training."""
