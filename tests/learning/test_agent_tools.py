@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -180,13 +180,15 @@ def test_a_tool_that_always_says_a_leaves_it_at_chance(play, estimator: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["decoupled", "double_sided"])
 def test_samples_of_older_weights_teach_as_much(play, loss: str) -> None:
-    before, *steps = play(
-        "group_norm", 1, wait=0.02, more=f"--max_staleness 2 --policy_loss_type {loss}"
-    )
-    oldest = [step["staleness_max"] for step in steps]
-    print(
-        f"{loss}: {before['eval_reward']:.3f} to {steps[-1]['eval_reward']:.3f}, staleness {max(oldest):g}"
-    )
-    assert len(steps) == STEPS
-    assert 0 < max(oldest) <= 2
-    assert steps[-1]["eval_reward"] >= 0.94
+    """The median of three seeds: which episodes end first is chance, and without a KL a policy may forget again."""
+    rewards = []
+    for seed in (1, 2, 3):
+        before, *steps = play(
+            "group_norm", seed, wait=0.02, more=f"--max_staleness 2 --policy_loss_type {loss}"
+        )
+        oldest = max(step["staleness_max"] for step in steps)
+        rewards.append(steps[-1]["eval_reward"])
+        print(f"{loss} {seed}: {before['eval_reward']:.3f} to {rewards[-1]:.3f}, oldest {oldest:g}")
+        assert len(steps) == STEPS
+        assert 0 < oldest <= 2
+    assert median(rewards) >= 0.94
