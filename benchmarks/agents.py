@@ -121,8 +121,7 @@ def make_player(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, turns: int, branches: bool = False
 ) -> GroupPlayer:
     """A player of its own, with an engine that never meets EOS."""
-    engine = HFEngine(model, [], tokenizer.pad_token_id)
-    engine.decode = decoder(tokenizer)
+    engine = HFEngine(model, [], tokenizer.pad_token_id, decode=decoder(tokenizer))
     source = AgentPlayer(agent(turns, branches), AgentConfig(check_rendering="off"))
     driver = EngineDriver(engine)
     parts = PlayerParts(driver, tokenizer, [tokenizer.eos_token_id], SingleProcess(), longest=4000)
@@ -190,7 +189,8 @@ def train(model: LlamaForCausalLM, samples: Sequence[Sample], rounds: int) -> li
         for shares, micros in passes:
             actor.zero_grad()
             tokens.clear()
-            actor.shares_prompts, began = shares, time.perf_counter()
+            actor.use_sharing(shares)
+            began = time.perf_counter()
             for micro in micros:
                 actor(micro.inputs, micro.action_mask).sum().backward()
             seconds.append((time.perf_counter() - began, sum(tokens)))

@@ -33,6 +33,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from openppo.build.check import check_run
+from openppo.build.data import load_data
+from openppo.build.objects import OwnObjects
 from openppo.config import TrainPPOConfig, from_options
 from openppo.strategy import DeepspeedStrategy
 from openppo.tracking import PhaseTimer
@@ -177,6 +180,8 @@ def measure(folder: Path, name: str, options: dict[str, Any]) -> None:
     run_steps(warm_up, 1)
     warm_up.components.trackers.close()
     del warm_up
+    checked = check_run(config(name), strategy, source=None, objects=OwnObjects())
+    estimate = load_data(checked).estimate
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = process_memory("VmRSS")
@@ -187,7 +192,6 @@ def measure(folder: Path, name: str, options: dict[str, Any]) -> None:
     run_steps(trainer, 2)
     peaks |= phases
     gathered = strategy.comm.all_gather_object({phase: peaks[phase] - before for phase in PHASES})
-    estimate = trainer.components.estimate
     assert estimate is not None
     if strategy.is_main:
         measured = {phase: max(rank[phase] for rank in gathered) for phase in PHASES}

@@ -8,10 +8,11 @@ Nothing is loaded or measured: the models are made from these numbers on the met
 
 from transformers import LlamaConfig, Qwen2Config
 
+from openppo.build.memory.estimate import Machine
+from openppo.build.memory.ppo_estimate import Lengths, estimate_ppo
 from openppo.config import TrainPPOConfig, from_options
+from openppo.config.resolved import Resolved
 from openppo.models.size import model_size
-from openppo.trainer.memory.estimate import Machine
-from openppo.trainer.memory.ppo_estimate import Lengths, estimate_ppo
 
 GIB = 2**30
 GPUS = (1, 2, 4, 8, 16, 32, 64)
@@ -66,8 +67,9 @@ def table(name: str) -> list[str]:
         cells = []
         for n in GPUS:
             options = config(stage)
+            machine = Machine(options.deepspeed, n, memory=ROOM * GIB)
             estimate = estimate_ppo(
-                options, LENGTHS, sizes, Machine(options.deepspeed, n, memory=ROOM * GIB)
+                options, Resolved.of(options), LENGTHS, sizes=sizes, machine=machine
             )
             peak = estimate.peaks["step"] / GIB
             cells.append(f"{peak:.0f}" if peak <= ROOM else f"({peak:.0f})")

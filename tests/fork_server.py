@@ -34,8 +34,8 @@ from types import ModuleType
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
-IMPORTED = """torch transformers deepspeed peft datasets tensorboard unittest.mock openppo.trainer.rank
-    openppo.trainer.supervised.build openppo.cli.options openppo.config""".split()
+IMPORTED = """torch transformers deepspeed peft datasets tensorboard unittest.mock openppo.build.rank
+    openppo.build.supervised openppo.cli.options openppo.config""".split()
 READ_AT_IMPORT = tuple(
     """PYTHON DS_ACCELERATOR HF_ TRANSFORMERS_ OMP_ MKL_ LD_ TORCHELASTIC_ HOME XDG_CACHE_HOME TORCH_ LC_ALL
     LANG""".split()

@@ -26,6 +26,6 @@ export PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1
 "$python" -m pip check
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_VISIBLE_DEVICES=""
-"$python" -m pytest tests/unit/models tests/unit/rollout tests/unit/trainer
+"$python" -m pytest tests/unit/models tests/unit/rollout tests/unit/trainer tests/unit/build
 "$python" -m pytest tests/distributed/test_export.py -k averaged
 "$python" -m pytest tests/distributed/test_not_finite.py

@@ -57,9 +57,6 @@ class InstantEngine(Engine):
     def with_weights(self, weights: Any) -> Any:
         return nullcontext()
 
-    def _drop_all(self) -> None:
-        self.waiting = {}
-
 
 class Plays:
     """Groups of ``player``, played as a synchronous run plays them."""

@@ -59,6 +59,12 @@ class PromptRequest:
     answer: Future[Completion] = field(default_factory=Future)
     received: bool = False
 
+    async def receive(self) -> Completion:
+        """Wait for the answer, and return it as received."""
+        completion = await asyncio.wrap_future(self.answer)
+        self.received = True
+        return completion
+
 
 class BufferDataset(IterableDataset[Any]):
     """Endless items of a queue, for a DataLoader with ``collate_fn=list``; waits for each."""
@@ -198,9 +204,7 @@ class TaskPool:
             turn_prompt = replace(prompt, token_ids=list(tokens.token_ids), media=tokens.media)
             request = PromptRequest(str(number), turn_prompt, params, seed=seed, group=group)
             self.prompt_queue.put(request)
-            completion = await asyncio.wrap_future(request.answer)
-            request.received = True
-            return completion
+            return await request.receive()
 
         setup = SessionSetup(
             self.renderer,

@@ -71,7 +71,8 @@ class EnvironmentAgent(Agent):
                     continue
 
                 observation, reward, terminated, truncated = await environment.step(action)
-                session.output = "\n".join(text_of(each.get("content")) for each in observation)
+                texts = [text_of(each.get("content")) for each in observation]
+                session.record_output("\n".join(texts))
                 messages += observation
 
                 has_ended = terminated or truncated

@@ -118,9 +118,10 @@ def _end(session: Session, work: asyncio.Task[None]) -> str:
         session.close(raised.ending)
         return ""
 
-    session.close(Ending.AGENT_ERROR)
     if isinstance(raised, ToolError):
-        session.ending = Ending.TOOL_ERROR  # also after a limit, because tools give rewards there
+        session.fail(Ending.TOOL_ERROR)  # also after a limit, because tools give rewards there
+    else:
+        session.close(Ending.AGENT_ERROR)
     return f"{type(raised).__name__}: {raised}"
 
 

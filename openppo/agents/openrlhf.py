@@ -92,10 +92,10 @@ class OpenRLHFAgent(Agent):
 
             logs = {"scores": result.get("scores", total_reward)}
             logs |= result.get("extra_logs") or {}
-            session.metrics |= {name: float(value) for name, value in logs.items()}
+            session.record_metrics({name: float(value) for name, value in logs.items()})
 
             feedback = str(result["environment_feedback"])
-            session.output = feedback
+            session.record_output(feedback)
             if result["done"]:
                 return
 

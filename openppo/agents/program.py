@@ -131,7 +131,7 @@ class ProgramAgent(Agent):
                 status = await self._finished(task, key, output, errors=errors)
             finally:
                 self.gateway.close(key)
-                session.output = _end_of(errors, 4096)
+                session.record_output(_end_of(errors, 4096))
 
             if status != 0 and session.ending is not Ending.COMPLETED:
                 last_line = (session.output.splitlines() or ["no output"])[-1]

@@ -50,6 +50,26 @@ class SessionSetup:
         """Maximum of tokens in a conversation under both bounds."""
         return min(self.longest, self.context or self.longest)
 
+    def sampling_params(
+        self, n_prompt: int, max_tokens: int | None = None, stop: str | Sequence[str] = ()
+    ) -> SamplingParams:
+        """Return the sampling parameters of a turn after ``n_prompt`` tokens."""
+        limits = [self.most - n_prompt, self.params.max_new_tokens]
+        if max_tokens is not None:
+            limits.append(max_tokens)
+        most = min(limits)
+        if type(most) is not int or most < 1:
+            raise ValueError(f"max_tokens {max_tokens}: a positive whole number is needed")
+
+        texts = (stop,) if isinstance(stop, str) else stop
+        stops = dict.fromkeys((*self.params.stop, *filter(None, texts)))
+        return replace(
+            self.params,
+            max_new_tokens=most,
+            min_new_tokens=min(self.params.min_new_tokens, most),
+            stop=tuple(stops),
+        )
+
 
 class Limits(TypedDict, total=False):
     """Limits of one request, in addition to the run's: a number of tokens, and texts that end the answer."""
@@ -163,12 +183,8 @@ class Session:
         """
         if turn is None:
             self.reward_all({name: value})
-            return
-        reward = finite_reward(value)
-        if not turn.rewarded:
-            self.counts["rewarded_turns"] += 1
-        turn.reward = reward
-        turn.rewarded = True
+        else:
+            self._reward_turn(turn, finite_reward(value))
 
     def reward_all(self, named: Mapping[str, float]) -> None:
         """Set rewards of the whole episode by name; a ``ValueError`` leaves all of them unset."""
@@ -184,13 +200,30 @@ class Session:
     def add_turn_reward(self, value: float) -> None:
         """Add ``value`` to the reward of the last turn, if any turn was played."""
         if self.turns:
-            before = self.turns[-1].reward
-            self.reward(value, self.turns[-1])
-            self.turns[-1].reward += before
+            last = self.turns[-1]
+            self._reward_turn(last, finite_reward(value) + last.reward)
+
+    def _reward_turn(self, turn: Turn, reward: float) -> None:
+        """Replace the reward of ``turn``, and count the turn with its first one."""
+        if not turn.rewarded:
+            self.counts["rewarded_turns"] += 1
+        turn.record_reward(reward)
+
+    def record_metrics(self, numbers: Mapping[str, float]) -> None:
+        """Add numbers that an agent measures, by name; a later one of a name replaces it."""
+        self.metrics |= numbers
+
+    def record_output(self, text: str) -> None:
+        """Replace the output of the program or environment."""
+        self.output = text
 
     def close(self, ending: Ending) -> None:
         """End the episode; only the first ending counts."""
         self.ending = self.ending or ending
+
+    def fail(self, ending: Ending) -> None:
+        """End the episode with a failure, which replaces an earlier ending."""
+        self.ending = ending
 
     async def _prompt(self, messages: list[Message], tools: Tools) -> tuple[TokenIds, Turn | None]:
         """Return the tokens of a request, and the turn whose tokens they continue."""
@@ -269,7 +302,7 @@ class Session:
         """Sample the next turn; record it unless the episode has ended in the meantime."""
         prompt_ids = list(prompt.token_ids)
         self._check_limits(len(prompt_ids))
-        params = self._limited(len(prompt_ids), **limits)
+        params = self.setup.sampling_params(len(prompt_ids), **limits)
         number = next(self._numbers)
         seed = sample_seed(self.task.seed, number)
         continue_from = None if parent is None else parent.completion.parked
@@ -309,24 +342,3 @@ class Session:
             self.close(Ending.EPISODE_LENGTH)
         if self.ending is not None:
             raise EpisodeEnded(self.ending)
-
-    def _limited(
-        self, n_prompt: int, max_tokens: int | None = None, stop: str | Sequence[str] = ()
-    ) -> SamplingParams:
-        """Return the sampling parameters of a turn after ``n_prompt`` tokens."""
-        params = self.setup.params
-        limits = [self.setup.most - n_prompt, params.max_new_tokens]
-        if max_tokens is not None:
-            limits.append(max_tokens)
-        most = min(limits)
-        if type(most) is not int or most < 1:
-            raise ValueError(f"max_tokens {max_tokens}: a positive whole number is needed")
-
-        texts = (stop,) if isinstance(stop, str) else stop
-        stops = dict.fromkeys((*params.stop, *filter(None, texts)))
-        return replace(
-            params,
-            max_new_tokens=most,
-            min_new_tokens=min(params.min_new_tokens, most),
-            stop=tuple(stops),
-        )

@@ -195,7 +195,7 @@ class ToolEpisode:
 
         if isinstance(metrics, Mapping):
             numbers = {key: n for key, n in metrics.items() if isinstance(n, int | float)}
-            self.session.metrics |= {f"{name}/{key}": n for key, n in numbers.items()}
+            self.session.record_metrics({f"{name}/{key}": n for key, n in numbers.items()})
         return answer
 
     async def _use(self, name: str, method: str, *arguments: Any) -> Any:

@@ -32,6 +32,19 @@ class Turn:
     rewarded: bool = False
     trained: bool = True
 
+    def record_reward(self, reward: float) -> None:
+        """Replace the reward of the turn."""
+        self.reward = reward
+        self.rewarded = True
+
+    def exclude_from_training(self) -> None:
+        """Leave out the actions of the turn, until it is included again."""
+        self.trained = False
+
+    def include_in_training(self) -> None:
+        """Train on the actions of the turn."""
+        self.trained = True
+
     @property
     def message(self) -> Message:
         """The answer in OpenAI's form."""

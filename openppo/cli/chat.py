@@ -10,7 +10,7 @@ from openppo.config import ChatConfig
 main = partial(
     run_command,
     ChatConfig,
-    "openppo.agents.chat:ChatJob",
+    "openppo.jobs.chat:ChatJob",
     tyro.conf.PositionalRequiredArgs,
 )
 

@@ -21,7 +21,7 @@ def main() -> NoReturn:
     if missing:
         _end(f"packages\n  missing   {' '.join(missing)}: pip install {' '.join(missing)}", 1)
     try:
-        from openppo.trainer.machine import look_at_machine  # seconds of imports
+        from openppo.build.machine import look_at_machine  # seconds of imports
         from openppo.trainer.quiet import quiet_libraries
     except (ImportError, OSError) as error:  # OSError: of a shared library
         _end(f"packages\n  missing   {' '.join(str(error).split())}: install it again", 1)

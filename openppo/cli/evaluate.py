@@ -9,7 +9,7 @@ from openppo.config import EvaluateConfig
 
 def build(config: EvaluateConfig) -> Any:
     """Make an evaluation of responses to prompts, or of episodes of the agent that options name."""
-    from openppo.trainer.evaluation.generation import EvaluateJob  # seconds of imports
+    from openppo.jobs.evaluate import EvaluateJob  # seconds of imports
 
     if config.agents.form is None:
         return EvaluateJob(config)

@@ -10,7 +10,7 @@ from openppo.config import ExportConfig
 main = partial(
     run_command,
     ExportConfig,
-    "openppo.trainer.resume.export:Export",
+    "openppo.jobs.export:Export",
     tyro.conf.PositionalRequiredArgs,
 )
 

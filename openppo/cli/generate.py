@@ -5,7 +5,7 @@ from functools import partial
 from openppo.cli.options import run_command
 from openppo.config import GenerateConfig
 
-main = partial(run_command, GenerateConfig, "openppo.trainer.evaluation.generation:GenerateJob")
+main = partial(run_command, GenerateConfig, "openppo.jobs.generate:GenerateJob")
 
 if __name__ == "__main__":
     main()

@@ -5,7 +5,7 @@ from functools import partial
 from openppo.cli.options import run_command
 from openppo.config import MergeLoRAConfig
 
-main = partial(run_command, MergeLoRAConfig, "openppo.trainer.cards.merged:MergeJob")
+main = partial(run_command, MergeLoRAConfig, "openppo.jobs.merge_lora:MergeJob")
 
 if __name__ == "__main__":
     main()

@@ -5,7 +5,7 @@ from functools import partial
 from openppo.cli.options import run_command
 from openppo.config import ServeAgentConfig
 
-main = partial(run_command, ServeAgentConfig, "openppo.agents.gateway.serve:AgentServer")
+main = partial(run_command, ServeAgentConfig, "openppo.jobs.serve_agent:AgentServer")
 
 if __name__ == "__main__":
     main()

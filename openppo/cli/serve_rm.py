@@ -5,7 +5,7 @@ from functools import partial
 from openppo.cli.options import run_command
 from openppo.config import ServeRMConfig
 
-main = partial(run_command, ServeRMConfig, "openppo.rewards.server:build_server")
+main = partial(run_command, ServeRMConfig, "openppo.jobs.serve_rm:build_server")
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,7 @@ from openppo.config import TrainPPOConfig
 
 def build(config: TrainPPOConfig) -> Any:
     """Make the job of this rank: on responses to prompts, or on episodes of agents that options name."""
-    from openppo.trainer.rank import build_rank  # seconds of imports
+    from openppo.build.rank import build_rank  # seconds of imports
 
     if config.orchestrator.tasks is not None:
         from openppo.sources.task_file import task_source

@@ -5,9 +5,7 @@ from functools import partial
 from openppo.cli.options import run_command
 from openppo.config import TrainRMConfig
 
-main = partial(
-    run_command, TrainRMConfig, "openppo.trainer.supervised.build:build_supervised_trainer"
-)
+main = partial(run_command, TrainRMConfig, "openppo.build.supervised:build_supervised_trainer")
 
 if __name__ == "__main__":
     main()

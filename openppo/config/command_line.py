@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from openppo.config.fields import Options, declared_options, flat_dict
@@ -13,9 +14,15 @@ _ABSOLUTE = re.compile(r"(?<![\w.:/~])(?:/|~/)(?:[^\s/,:'\"]+/)*([^\s/,:'\"]+)")
 
 
 def command_line(
-    command: str, config: Options, n_ranks: int = 1, left_out: Collection[str] = ()
+    command: str,
+    config: Options,
+    n_ranks: int = 1,
+    left_out: Collection[str] = (),
+    resolved: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Return the shell command that has ``config``: options that are not at their defaults, nor ``left_out``.
+
+    Options that the run has ``resolved`` have those values.
 
     Secrets in addresses are masked, and absolute paths are cut to their last name, since they name a machine and its
     user.
@@ -25,7 +32,7 @@ def command_line(
         launch = f"torchrun --standalone --nproc_per_node {n_ranks} -m"
         words = [*launch.split(), *words]
 
-    values = flat_dict(config)
+    values = flat_dict(config) | dict(resolved)
     declared_by_name = declared_options(type(config))
     for name in sorted(declared_by_name, key=lambda name: name != "pretrain"):
         declared = declared_by_name[name]

@@ -85,16 +85,20 @@ class TrainPPOConfig(TrainingConfig):
         return self.agents.n_envs or self.ppo.rollout_batch_size
 
     @property
-    def for_evaluation(self) -> TrainPPOConfig:
-        """These options; with ``--val_only`` logs go to folders of their own, beside those of the run."""
+    def logged_path(self) -> str:
+        """Folder of the logs: ``--save_path``, or one beside it with ``--val_only``."""
+        return self._beside_with_val_only(self.run.save_path)
+
+    @property
+    def dumped_path(self) -> str | None:
+        """Folder of ``--dump_rollouts``, or one beside it with ``--val_only``; None without the option."""
+        folder = self.dump.dump_rollouts
+        return self._beside_with_val_only(folder) if folder else folder
+
+    def _beside_with_val_only(self, folder: str) -> str:
         if not self.evaluation.val_only:
-            return self
-        run = replace(self.run, save_path=f"{os.path.realpath(self.run.save_path)}_val_only")
-        dump = self.dump
-        if dump.dump_rollouts:
-            folder = os.path.realpath(dump.dump_rollouts)
-            dump = replace(dump, dump_rollouts=f"{folder}_val_only")
-        return replace(self, run=run, dump=dump)
+            return folder
+        return f"{os.path.realpath(folder)}_val_only"
 
     @property
     def output_models(self) -> dict[str, str]:

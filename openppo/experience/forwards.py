@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
+from openppo.config.resolved import Resolved
 from openppo.experience.hooks import Hooks
 from openppo.experience.replay_buffer import collate
 from openppo.media import Media, TokenIds
@@ -39,6 +40,7 @@ class Forwards:
     device: torch.device
     pad_token_id: int
     hooks: Hooks
+    resolved: Resolved
 
     def __call__(
         self, samples: Sequence[Sample], old_log_probs: OldLogProbsFrom, values: bool
@@ -66,7 +68,7 @@ class Forwards:
 
         Rows are dealt out to all ranks for the forwards, so a forward may have rows from other ranks.
         """
-        shares_prompts = self.config.ppo.share_prompts == "auto"
+        shares_prompts = self.resolved.shares_prompts
         groups: list[tuple[int, int]] = []
         if shares_prompts:
             for sample in samples:
@@ -90,7 +92,8 @@ class Forwards:
         fields: dict[str, Tensor] = {}  # fields of the last batch
         row_outputs = [torch.empty(0)] * len(rows)  # each becomes (N, L)
         with self.hooks.uncompiled():
-            batches = equal_batches(lengths, forward_size(self.config), self.comm, rows=ids)
+            limit = forward_size(self.config, self.resolved)
+            batches = equal_batches(lengths, limit, self.comm, rows=ids)
             for batch in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
                 fields = self._forward([rows[i] for i in batch], recompute, values)
                 stacked = torch.stack([*fields.values()]).float()  # (N, B, L)
@@ -218,10 +221,10 @@ def old_log_probs_from(
     return "recompute"
 
 
-def forward_size(config: TrainPPOConfig) -> MicroBatchSize:
+def forward_size(config: TrainPPOConfig, resolved: Resolved) -> MicroBatchSize:
     """Size of a forward that trains nothing."""
     return MicroBatchSize(
         rows=config.ppo.forward_rows,
-        tokens=config.ppo.micro_rollout_tokens,
+        tokens=resolved.micro_rollout_tokens,
         overhead=split_overhead(config.deepspeed.zero_stage),
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+from openppo.config.resolved import Resolved
 from openppo.models.sampled_ids import ALL_IDS, SampledIds
 from openppo.tracking import PhaseTimer
 from openppo.types import StopCheck
@@ -11,7 +12,10 @@ from openppo.types import StopCheck
 
 @dataclass(frozen=True)
 class Hooks:
-    """Timer and stop check of a run, names of its data ``sources``, and ids that its policy can sample."""
+    """Timer and stop check of a run, names of its data ``sources``, and ids that its policy can sample.
+
+    ``resolved`` are the sizes of its batches (None: those that options state).
+    """
 
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     stop: StopCheck = field(default_factory=StopCheck)
@@ -19,3 +23,4 @@ class Hooks:
     """Context that is opened around forwards without training."""
     sources: Mapping[str, str] = field(default_factory=dict)
     sampled_ids: SampledIds = ALL_IDS
+    resolved: Resolved | None = None

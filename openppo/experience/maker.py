@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
+from openppo.config.resolved import Resolved
 from openppo.experience.estimators import group_moments
 from openppo.experience.forwards import (
     Forwards,
@@ -85,6 +86,11 @@ class ExperienceMaker:
         self.kl_controller = make_kl_controller(self.config.kl)
 
     @property
+    def resolved(self) -> Resolved:
+        """Sizes and layout of batches: those of the run, or as the options state them."""
+        return self.hooks.resolved or Resolved.of(self.config)
+
+    @property
     def forwards(self) -> Forwards:
         """Forwards of the maker's current models."""
         return Forwards(
@@ -96,6 +102,7 @@ class ExperienceMaker:
             device=self.device,
             pad_token_id=self.pad_token_id,
             hooks=self.hooks,
+            resolved=self.resolved,
         )
 
     def make(

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
+from openppo.config.resolved import Resolved
 from openppo.model_inputs import ModelInputs
 from openppo.models.batching import MicroBatchSize, micro_batches, split_overhead
 from openppo.models.dealing import deal
@@ -261,13 +262,16 @@ def _number(field_of_row: Tensor | None) -> float:
     return 1.0 if field_of_row is None else float(field_of_row)
 
 
-def mini_batches(buffer: ReplayBuffer, config: TrainPPOConfig, n_done: int) -> Iterator[MiniBatch]:
-    """Mini-batches of global step ``n_done + 1``."""
+def mini_batches(
+    buffer: ReplayBuffer, config: TrainPPOConfig, n_done: int, resolved: Resolved | None = None
+) -> Iterator[MiniBatch]:
+    """Mini-batches of global step ``n_done + 1``; sizes are those of the options without ``resolved``."""
     batch = config.batch
+    resolved = resolved or Resolved.of(config)
     return buffer.mini_batches(
         batch.train_batch_size,
         batch.micro_rows,
         batch.max_epochs,
         seed=config.deepspeed.seed + n_done,
-        micro_tokens=config.ppo.micro_train_tokens,
+        micro_tokens=resolved.micro_train_tokens,
     )

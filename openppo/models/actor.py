@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from openppo import logger
-from openppo.media import Tokens
 from openppo.model_inputs import ModelInputs
 from openppo.models.adapters import add_adapters, lora_options
 from openppo.models.argument_order import check_inputs, check_masks
+from openppo.models.batch_model import BatchModel
 from openppo.models.disabling import disable_extras
 from openppo.models.loading import load_causal_lm, load_options
 from openppo.models.log_probs import (
@@ -39,7 +39,7 @@ from openppo.models.sampled_ids import ALL_IDS, SampledIds
 _ORDER = "(inputs, action_mask), with inputs of ModelInputs(sequences, attention_mask) and action_mask bool (B, L)"
 
 
-class Actor(nn.Module):
+class Actor(BatchModel):
     """A causal language model as policy (or as reference).
 
     ``pretrain_or_model`` is a local folder (also a PEFT folder) or hub name, loaded with ``bf16`` and ``flash_attn``,
@@ -82,7 +82,7 @@ class Actor(nn.Module):
 
         self.temperature = temperature
         self.sampled_ids = ALL_IDS
-        """Ids that the softmax covers; the sampler restricts them to the ids that it can sample."""
+        """Ids that the softmax covers (see ``normalize_over``)."""
         self.ends_in_head = ends_in_head(model)
         """True if log-probs are fused into the head, so that large logits never exist in full."""
         if not self.ends_in_head:
@@ -91,12 +91,9 @@ class Actor(nn.Module):
                 type(model).__name__,
             )
 
-        self.packs_rows = False
-        """True if the rows of a batch go through the model as one row, without padding (see ``pack_where_exact``)."""
-        self.shares_prompts = False
-        """True if a batch becomes one row in which shared prefixes occur once (see ``share_where_exact``)."""
-        self.stand_in: Tokens | None = None
-        """Prompt with an image, for batches without any (see ``with_stand_in``)."""
+    def normalize_over(self, ids: SampledIds) -> None:
+        """Take log-probs and entropy over ``ids``, those that the engine can sample."""
+        self.sampled_ids = ids
 
     def forward(
         self,

@@ -171,11 +171,11 @@ def pack_where_exact(
         return
 
     def beside(first: list[int]) -> Tensor:
-        module.packs_rows = len(first) > 0
+        module.use_packing(len(first) > 0)
         inputs = ModelInputs.of_ids([first or [0], _ROW], pad_token_id=0)
         return forward(inputs.to(device))[1]
 
-    module.packs_rows = is_exact(f"samples of the {name} are padded", beside)
+    module.use_packing(is_exact(f"samples of the {name} are padded", beside))
 
 
 def is_exact(otherwise: str, beside: Callable[[list[int]], Tensor], noise: float = NOISE) -> bool:

@@ -217,11 +217,11 @@ def share_where_exact(
     prompt = text_ids(config, 3 * LEAST_SHARED)
 
     def beside(response: list[int]) -> Tensor:
-        module.shares_prompts = len(response) > 0
+        module.use_sharing(len(response) > 0)
         row = [*prompt, 2, 0, 1]
         other_row = [*prompt, *(response or [3, 3, 0])]
         inputs = ModelInputs.of_ids([row, other_row], pad_token_id=0)
         return forward(inputs.to(device))[0]
 
     noise = NOISE if module.model.dtype.itemsize < 4 else _NOISE_IN_FLOAT32
-    module.shares_prompts = is_exact(otherwise, beside, noise)
+    module.use_sharing(is_exact(otherwise, beside, noise))

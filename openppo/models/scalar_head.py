@@ -22,11 +22,11 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIER
 
 from openppo import logger
 from openppo.config import LoRAConfig
-from openppo.media import Tokens
 from openppo.model_inputs import ModelInputs
 from openppo.models.adapters import add_adapters, lora_options, merge_adapters
 from openppo.models.argument_order import check_inputs
 from openppo.models.attention import use_fast_attention
+from openppo.models.batch_model import BatchModel
 from openppo.models.disabling import disable_extras
 from openppo.models.loading import load_options, load_weights
 from openppo.models.media_inputs import media_inputs
@@ -46,7 +46,7 @@ Role = Literal["critic", "reward"]
 HEAD = "score"
 
 
-class ScalarHeadModel(nn.Module):
+class ScalarHeadModel(BatchModel):
     """A Hugging Face classifier ``.model``: a causal transformer with a linear head of one output.
 
     As ``critic`` the forward returns values (B, L), entry t the value of the state in which token t was chosen:
@@ -64,9 +64,6 @@ class ScalarHeadModel(nn.Module):
         disable_extras(model)
         self.model: Any = model
         self.role: Role = role
-        self.packs_rows = self.shares_prompts = False
-        self.stand_in: Tokens | None = None
-        """The same as in ``Actor``."""
         if lora is not None and lora.lora_rank > 0:
             self.model = add_adapters(model, lora, "SEQ_CLS")
 

@@ -208,7 +208,7 @@ class ScorerSetup:
 
         sees = text_tokenizer is None and bool(placeholders(config))
         # Set after the checks, whose rows may hold image tokens.
-        reward.stand_in = self.stand_in if sees else None
+        reward.use_stand_in(self.stand_in if sees else None)
         return ModelScorer(
             frozen,
             self.size,

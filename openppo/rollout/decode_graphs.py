@@ -74,11 +74,8 @@ class DecodeGraphs:
         starts = inputs[:, 2]
         column = inputs[:1, 3]
         model_inputs = self.cache.inputs(starts, shifts, column, columns=slice(0, columns))
-        self.cache.window.fixed = len(inputs), columns, column
-        try:
+        with self.cache.window.fixed_to(len(inputs), columns, column):
             return self.cache.logits(self.model, ids[:, None], model_inputs)
-        finally:
-            self.cache.window.fixed = None
 
     def still_fit(self) -> bool:
         """True if weights and buffers of the model have the addresses of the recordings."""

@@ -73,6 +73,17 @@ class _Request:
     number: int | None = None
     """The engine's number, once it is submitted."""
 
+    def submit_to(self, engine: Engine) -> int:
+        """Queue the request in ``engine``; return and keep its number there."""
+        self.number = engine.submit(
+            self.prompt,
+            self.params,
+            self.seed,
+            park=self.park,
+            continue_from=self.continue_from,
+        )
+        return self.number
+
 
 class EngineDriver:
     """Coroutines of ``loop`` await ``generate``; ``drive`` runs the engine until their work is done.
@@ -260,17 +271,10 @@ class EngineDriver:
 
     def _submit(self, request: _Request) -> None:
         try:
-            number = self.engine.submit(
-                request.prompt,
-                request.params,
-                request.seed,
-                park=request.park,
-                continue_from=request.continue_from,
-            )
+            number = request.submit_to(self.engine)
         except ValueError as error:  # a prompt that the engine cannot read
             self.loop.call_soon_threadsafe(_fail, request.answer, error)
             return
-        request.number = number
         self._under_way[number] = request
 
     def _hand_out(self) -> None:

@@ -11,8 +11,7 @@ from torch import Tensor
 from openppo.media import Tokens
 from openppo.models.sampled_ids import ALL_IDS, SampledIds
 from openppo.rollout.sampling import Decode
-from openppo.tracking import progress_bar
-from openppo.types import Completion, SamplingParams, StopCheck
+from openppo.types import Completion, SamplingParams
 
 
 class WeightSource(Protocol):
@@ -32,34 +31,30 @@ class Engine(ABC):
     """Token ids in; token ids, log-probs of the distribution sampled from, and finish reason out.
 
     ``submit`` queues one request, each ``step`` advances all by one forward pass, and ``collect`` returns completions
-    that have ended. ``generate`` runs that loop for a batch; ``stop`` makes it raise ``Interrupted``. Call all of these
-    inside ``with_weights``.
-
-    ``version`` counts the policy's global steps; the owner of the weights sets it. Running requests continue with new
-    weights, and each token is recorded with its version. The owner also sets ``decode``, which turns ids into the text
-    searched for stop strings, and ``sampled_ids``, the ids over which the policy's log-probs are normalized. An engine
-    that sizes itself fits its rows into ``free`` bytes (None: into the memory that is free when it starts to decode).
+    that have ended. ``generate`` runs that loop for a batch. Call all of these inside ``with_weights``.
 
     With ``any_rank``, ranks decode in lockstep (None: each by itself): it combines their ``busy`` before each step, and
-    an idle rank takes part in every step.
+    an idle rank takes part in every step. ``sampled_ids`` are the ids over which the policy's log-probs are normalized.
+    ``decode`` turns ids into the text that is searched for stop strings.
+
+    ``version`` counts the policy's global steps. Running requests continue with new weights, and each token is recorded
+    with its version. An engine that sizes itself fits its rows into ``free`` bytes (None: into the memory that is free
+    when it starts to decode).
 
     ``read_tokens`` counts the prompt tokens of all requests so far, ``reused_tokens`` those read from the cache.
     """
 
-    decode: Decode | None = None
-    sampled_ids: SampledIds = ALL_IDS
-    free: int | None = None
-
     def __init__(
         self,
-        show_progress: bool = False,
-        stop: StopCheck | None = None,
         any_rank: Callable[[bool], bool] | None = None,
+        sampled_ids: SampledIds = ALL_IDS,
+        decode: Decode | None = None,
     ) -> None:
-        self.show_progress = show_progress
         self.any_rank = any_rank
-        self.stop = stop or StopCheck()
+        self.sampled_ids = sampled_ids
+        self.decode = decode
         self.version = 0
+        self.free: int | None = None
         self.read_tokens = self.reused_tokens = 0
         self._numbers = count()
         self._ended: dict[int, Completion] = {}
@@ -99,9 +94,13 @@ class Engine(ABC):
     def with_weights(self, weights: WeightSource) -> AbstractContextManager[None]:
         """Load the current weights; inside, ranks may decode, each by itself or in lockstep."""
 
-    @abstractmethod
-    def _drop_all(self) -> None:
-        """Drop all requests."""
+    def use_version(self, version: int) -> None:
+        """Record further tokens with ``version``, the number of the weights that sample them."""
+        self.version = version
+
+    def fit_into(self, free: int | None) -> None:
+        """Fit rows into ``free`` bytes, if the engine sizes itself."""
+        self.free = free
 
     def collect(self) -> dict[int, Completion]:
         """Return completions that ended since the last call, by request number."""
@@ -119,23 +118,14 @@ class Engine(ABC):
         numbers = {i: self.submit(prompts[i], params, seeds[i]) for i in self.order(prompts)}
 
         completions: dict[int, Completion] = {}
-        with progress_bar(len(prompts), "generation", enabled=self.show_progress) as bar:
-            while self._has_work():
-                self.step()
-                ended = self.collect()
-                completions |= ended
-                bar.update(len(ended))
-        self.stop()
+        while self._anywhere(self.busy):
+            self.step()
+            completions |= self.collect()
         return [completions[numbers[i]] for i in range(len(prompts))]
 
     def order(self, prompts: Sequence[Tokens]) -> Sequence[int]:
         """Return the indexes of prompts in the order of submission."""
         return range(len(prompts))
-
-    def _has_work(self) -> bool:
-        if self.stop.requested():
-            self._drop_all()
-        return self._anywhere(self.busy)
 
     def _anywhere(self, flag: bool) -> bool:
         """Return True if ``flag`` is true on this rank or, in lockstep, on any other."""

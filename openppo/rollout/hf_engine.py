@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from openppo import logger
 from openppo.media import TokenIds, Tokens, distinct_ids
 from openppo.models.attention import LengthsError
+from openppo.models.sampled_ids import ALL_IDS, SampledIds
 from openppo.models.size import check_cache
 from openppo.rollout.decode_graphs import CannotRecordError, DecodeGraphs, Recorder, check_layers
 from openppo.rollout.engine import Engine, WeightSource
@@ -18,8 +19,8 @@ from openppo.rollout.prefill import padded_left, prefill_tokens, whole_images
 from openppo.rollout.request_queue import Queue
 from openppo.rollout.requests import Request, longest
 from openppo.rollout.row_cache import RowCache
-from openppo.rollout.sampling import request_uniforms
-from openppo.types import Completion, FinishReason, SamplingParams, StopCheck
+from openppo.rollout.sampling import Decode, request_uniforms
+from openppo.types import Completion, FinishReason, SamplingParams
 
 ROWS_ON_CPU = 64
 ROWS_ON_GPU = 256
@@ -41,11 +42,11 @@ class HFEngine(Engine):
         pad_token_id: int,
         max_batch_size: int | None = None,
         any_rank: Callable[[bool], bool] | None = None,
-        show_progress: bool = False,
-        stop: StopCheck | None = None,
+        sampled_ids: SampledIds = ALL_IDS,
+        decode: Decode | None = None,
         new_recorder: Callable[[], Recorder] | None = None,
     ) -> None:
-        super().__init__(show_progress, stop, any_rank)
+        super().__init__(any_rank, sampled_ids, decode)
         check_cache(model.config)
         if new_recorder is not None:
             check_layers(model.config)
@@ -146,10 +147,9 @@ class HFEngine(Engine):
         """Return the indexes of prompts, longest first."""
         return sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids), reverse=True)
 
-    def _drop_all(self) -> None:
-        self._waiting = Queue()
-        self._running = []
-        self._cache = self._graphs = None
+    def stop_recording(self) -> None:
+        """Launch further decode steps one by one."""
+        self.new_recorder = self._graphs = None
 
     def _reread_rows(self) -> None:
         """Drop all keys and values; the next prefill reads running rows again."""
@@ -211,7 +211,7 @@ class HFEngine(Engine):
         """Run one forward over the last token of each row, and sample the next ones."""
         assert self._cache is not None
         logits = self._next_logits(self._cache)
-        self._cache.window.end += 1
+        self._cache.window.advance()
         self._cache.on_device.sample(logits, [*self._running], self.version)
         self._accept()
 
@@ -226,11 +226,11 @@ class HFEngine(Engine):
             logger.warning(
                 "decode steps are launched one by one: they cannot be recorded (%s)", error
             )
-            self.new_recorder = self._graphs = None
+            self.stop_recording()
         except LengthsError as error:
             logger.warning("decode steps take a mask: %s", error)
             self.model.set_attn_implementation("sdpa")
-            cache.window.by_lengths = False
+            cache.window.use_mask()
         return self._next_logits(
             cache
         )  # the retry overwrites the column that the failed forward wrote

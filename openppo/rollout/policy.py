@@ -61,8 +61,14 @@ class FrozenPolicy:
         model: Any = self.actor.model
         self.eos_token_ids = eos_token_ids(model, self.tokenizer)
         pad = pad_token_id(self.tokenizer)
+        ids = sampled_ids(self.tokenizer, self.config)
+        self.actor.normalize_over(ids)
         self.engine = HFEngine(
-            model, self.eos_token_ids, pad, max_batch_size=max_batch_size, **engine
+            model,
+            self.eos_token_ids,
+            pad,
+            max_batch_size=max_batch_size,
+            sampled_ids=ids,
+            decode=decoder(self.tokenizer),
+            **engine,
         )
-        self.engine.decode = decoder(self.tokenizer)
-        self.engine.sampled_ids = self.actor.sampled_ids = sampled_ids(self.tokenizer, self.config)

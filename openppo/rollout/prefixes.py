@@ -29,6 +29,12 @@ class _Kept:
     def n_bytes(self) -> int:
         return sum(keys.nbytes + values.nbytes for keys, values in self.states)
 
+    def pop_handles(self, most: int) -> dict[int, int]:
+        """Remove and return the handles of prefixes of at most ``most`` tokens."""
+        popped = {handle: n for handle, n in self.handles.items() if n <= most}
+        self.handles = {handle: n for handle, n in self.handles.items() if n > most}
+        return popped
+
 
 class Prefixes:
     """Cache of keys and values; the least recently used are dropped when memory is full.
@@ -55,10 +61,11 @@ class Prefixes:
             self._max_bytes = PARKED_BYTES_ON_CPU if free is None else int(_SHARE_OF_GPU * free)
 
         token_ids = (*request.prompt_ids, *request.token_ids[:-1])
-        kept = _Kept(token_ids, states, {request.number: len(token_ids)})
+        handles = {request.number: len(token_ids)}
         if request.n_kept > 0 and request.continue_from in self._by_handle:
-            self._take_over(request.continue_from, kept)
+            handles |= self._take_over(request.continue_from)
 
+        kept = _Kept(token_ids, states, handles)
         self._by_handle |= dict.fromkeys(kept.handles, kept)
         self._by_use[kept] = None
         self._n_bytes += kept.n_bytes
@@ -66,14 +73,13 @@ class Prefixes:
             self._drop(next(iter(self._by_use)))
         return request.number
 
-    def _take_over(self, handle: int, kept: _Kept) -> None:
-        """Move ``handle`` and those of shorter prefixes to ``kept``, which continues from it."""
+    def _take_over(self, handle: int) -> dict[int, int]:
+        """Remove ``handle`` and those of shorter prefixes from their states, and return them."""
         parent = self._by_handle[handle]
-        n_shared = parent.handles[handle]
-        kept.handles |= {number: n for number, n in parent.handles.items() if n <= n_shared}
-        parent.handles = {number: n for number, n in parent.handles.items() if n > n_shared}
+        handles = parent.pop_handles(parent.handles[handle])
         if not parent.handles:
             self._drop(parent)
+        return handles
 
     def n_kept(self, request: Request) -> int:
         """Number of first tokens of a prompt that are kept under its handle; never the last.

@@ -31,7 +31,7 @@ class Queue(list[Request]):
         width = 0
         prompts: set[tuple[int, ...]] = set()
         for request in self[:free]:
-            request.n_kept = n_kept(request)
+            request.reuse(n_kept(request))
             length = request.n_unread
             n_tokens = len(prompts | {request.known_ids}) * max(width, length)
             is_full = n_tokens > most

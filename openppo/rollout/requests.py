@@ -40,6 +40,10 @@ class Request:
         """Number of tokens that a forward must read."""
         return len(self.prompt_ids) + len(self.token_ids) - self.n_kept
 
+    def reuse(self, n_kept: int) -> None:
+        """Take the keys and values of the first ``n_kept`` tokens from those that are kept."""
+        self.n_kept = n_kept
+
     def completion(self, reason: FinishReason, parked: int | None) -> Completion:
         """Return the response, which has ended; ``parked`` is the handle of its keys and values."""
         return Completion(

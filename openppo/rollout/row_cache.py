@@ -5,7 +5,6 @@ prefill writes prompts, padded on the left, into the rows behind those that are 
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -13,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from openppo.models.actor import float32_head, next_logits
 from openppo.models.attention import BY_LENGTHS, finished_mask
 from openppo.models.sampled_ids import ALL_IDS, SampledIds
 from openppo.models.size import cache_elements
+from openppo.rollout.cache_layers import Layer, Window
 from openppo.rollout.device_rows import DeviceRows
 from openppo.rollout.memory import free_memory
 from openppo.rollout.prefill import reads_whole
@@ -30,85 +30,6 @@ _SHARE_FOR_ROWS = 0.5
 """Share of free memory for the rows of a rollout."""
 _SHARE_TO_KEEP = 0.125
 """Share of free memory that buffers may keep between rollouts."""
-
-
-@dataclass
-class _Window:
-    """Place of the rows in all layers: ``n_rows`` rows in columns ``start`` to ``end`` (excluded).
-
-    A forward sees ``rows`` and ``columns`` of the buffers, which have the ``shape`` (rows, columns), and writes the
-    columns ``new``. ``fixed`` is (number of rows, number of columns, column): layers see the first rows and columns,
-    and write the column of the tensor, (1,) int64 on the buffers' device, so that a recorded forward works for other
-    columns too. For attention ``by_lengths`` columns come before heads in memory, and decode steps see all of them.
-    """
-
-    n_rows: int = 0
-    start: int = 0
-    end: int = 0
-    rows: slice = field(default_factory=lambda: slice(0))
-    columns: slice = field(default_factory=lambda: slice(0, 0))
-    new: slice = field(default_factory=lambda: slice(0, 1))
-    shape: tuple[int, int] = (0, 0)
-    fixed: tuple[int, int, Tensor] | None = None
-    by_lengths: bool = False
-
-    def buffer(self, tensor: Tensor) -> Tensor:
-        """Return a copy (rows, heads, columns, width) of the window's shape, with zeros in the new room.
-
-        Masked values must be finite, since 0 x NaN is NaN.
-        """
-        n_rows, n_columns = self.shape
-        heads = tensor.shape[1]
-        width = tensor.shape[3]
-        if self.by_lengths:
-            buffer = tensor.new_zeros((n_rows, n_columns, heads, width)).transpose(1, 2)
-        else:
-            buffer = tensor.new_zeros((n_rows, heads, n_columns, width))
-
-        rows = tensor[:n_rows]
-        if len(rows) > 0:
-            buffer[: len(rows), :, : rows.shape[2]] = rows
-        return buffer
-
-
-class _Layer(DynamicLayer):
-    """One layer of the cache, with the interface of transformers' attention layers."""
-
-    keys: Any
-    values: Any
-
-    def __init__(self, window: _Window) -> None:
-        super().__init__()
-        self.window = window
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write the new columns; return all columns that the forward sees, (rows, heads, columns, width) each."""
-        if self.window.fixed is not None:
-            n_rows, n_columns, column = self.window.fixed
-            self.keys[:n_rows].index_copy_(2, column, key_states)
-            self.values[:n_rows].index_copy_(2, column, value_states)
-            return self.keys[:n_rows, :, :n_columns], self.values[:n_rows, :, :n_columns]
-
-        if not self.is_initialized:
-            self.keys = self.window.buffer(key_states[:0])
-            self.values = self.window.buffer(value_states[:0])
-            self.is_initialized = True
-
-        rows = self.window.rows
-        columns = self.window.columns
-        new = self.window.new
-        self.keys[rows, :, new] = key_states
-        self.values[rows, :, new] = value_states
-        return self.keys[rows, :, columns], self.values[rows, :, columns]
-
-    def get_seq_length(self) -> int:
-        """Number of columns before the new ones; for a fixed shape, before the last."""
-        window = self.window
-        if window.fixed is not None:
-            return window.fixed[1] - 1
-        return window.new.start - window.columns.start
 
 
 class RowCache(Cache):
@@ -142,9 +63,9 @@ class RowCache(Cache):
         self.free = free
         self.version = version
         self.prefixes = Prefixes(weight.device, reads_whole(model))
-        self.window = _Window(by_lengths=model.config._attn_implementation == BY_LENGTHS)
+        self.window = Window(by_lengths=model.config._attn_implementation == BY_LENGTHS)
         n_layers = model.config.get_text_config().num_hidden_layers
-        super().__init__(layers=[_Layer(self.window) for _ in range(n_layers)])
+        super().__init__(layers=[Layer(self.window) for _ in range(n_layers)])
         self.starts: list[int] = []
         self.shifts: list[int] = []
         self._device_starts: Tensor | None = None
@@ -158,7 +79,7 @@ class RowCache(Cache):
         self.starts = []
         self.shifts = []
         self._device_starts = None
-        self.window.n_rows = self.window.start = self.window.end = 0
+        self.window.hold(0, start=0)
 
     def is_small(self) -> bool:
         """True if the buffers may stay while other work needs memory; always on CPUs."""
@@ -189,11 +110,9 @@ class RowCache(Cache):
         if rows <= old_rows and columns == old_columns:
             return False
 
-        self.window.shape = rows, columns
+        self.window.resize(rows, columns)
         for layer in self.layers:
-            if layer.is_initialized:
-                layer.keys = self.window.buffer(layer.keys)
-                layer.values = self.window.buffer(layer.values)
+            layer.fit_window()
         return True
 
     def begin(self, lengths: Sequence[int], n_new: int, kept: Sequence[States]) -> dict[str, Any]:
@@ -209,9 +128,11 @@ class RowCache(Cache):
             self._move(width - window.end)
         first = window.n_rows
         end = window.end
-        window.rows = slice(first, first + len(lengths))
-        window.columns = slice(end - width, end)
-        window.new = slice(end - n_new, end)
+        window.show(
+            rows=slice(first, first + len(lengths)),
+            columns=slice(end - width, end),
+            new=slice(end - n_new, end),
+        )
 
         for row, length, states in zip(count(first), lengths, kept, strict=False):
             if states:
@@ -244,8 +165,7 @@ class RowCache(Cache):
         self.starts += [window.end - length for length in lengths]
         self.shifts += shifts
         self._device_starts = None
-        window.n_rows += len(rows)
-        window.start = min(self.starts)
+        window.hold(window.n_rows + len(rows), start=min(self.starts))
 
     def park(self, row: int, length: int) -> States:
         """Return a copy of keys and values of a row's first ``length`` tokens."""
@@ -277,10 +197,7 @@ class RowCache(Cache):
         del self.starts[n_left:]
         del self.shifts[n_left:]
         self._device_starts = None
-        window.n_rows = n_left
-        if n_left == 0:
-            window.end = 0
-        window.start = min(self.starts, default=0)
+        window.hold(n_left, start=min(self.starts, default=0))
         return moves
 
     def next_column(self) -> dict[str, Any]:
@@ -288,9 +205,11 @@ class RowCache(Cache):
         self.make_room()
         window = self.window
         seen = slice(window.start, window.end + 1)
-        window.rows = slice(window.n_rows)
-        window.columns = slice(0, self.shape[1]) if window.by_lengths else seen
-        window.new = slice(window.end, window.end + 1)
+        window.show(
+            rows=slice(window.n_rows),
+            columns=slice(0, self.shape[1]) if window.by_lengths else seen,
+            new=slice(window.end, window.end + 1),
+        )
 
         starts, shifts = self.device_starts()
         return self.inputs(starts, shifts, window.end, columns=seen)
@@ -356,8 +275,7 @@ class RowCache(Cache):
                     rows = buffer[: window.n_rows]
                     rows[:, :, new] = rows[:, :, old].clone()
 
-        window.start = new.start
-        window.end = new.stop
+        window.shift(columns)
         self.starts = [start + columns for start in self.starts]
         self._device_starts = None
 

@@ -17,9 +17,9 @@ from openppo.config import TrainPPOConfig
 from openppo.media import TokenIds, Tokens
 from openppo.models.sampled_ids import ALL_IDS, SampledIds
 from openppo.rollout.engine import Engine, WeightSource
-from openppo.rollout.sampling import completed_stop
+from openppo.rollout.sampling import Decode, completed_stop
 from openppo.rollout.vllm_requests import VLLMRequests, add_request, masking
-from openppo.types import Completion, FinishReason, SamplingParams, StopCheck
+from openppo.types import Completion, FinishReason, SamplingParams
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _PROBE = 4
@@ -56,15 +56,13 @@ class VLLMEngine(Engine):
         config: TrainPPOConfig,
         max_tokens: int,
         eos_token_ids: Sequence[int],
-        show_progress: bool = False,
-        stop: StopCheck | None = None,
         reads_images: bool = False,
         sampled_ids: SampledIds = ALL_IDS,
+        decode: Decode | None = None,
     ) -> None:
-        super().__init__(show_progress, stop)
+        super().__init__(sampled_ids=sampled_ids, decode=decode)
         check_vllm()
         self.eos_token_ids = sorted(eos_token_ids)
-        self.sampled_ids = sampled_ids
         self.max_tokens = max_tokens
         self._sleeps = torch.cuda.is_available()  # vLLM's sleep mode is one of its CUDA allocator
         self._sleep_level: int | None = None  # None before the first weights
@@ -234,10 +232,6 @@ class VLLMEngine(Engine):
         gc.collect()
         torch.cuda.empty_cache()
         self._llm.wake_up(tags=[tag])
-
-    def _drop_all(self) -> None:
-        for number in list(self._requests.own.values()):
-            self._requests.cancel(number)
 
 
 def _start(

@@ -26,6 +26,11 @@ _COORDINATOR = "coordinator"
 """Key of the coordinator's address in the launch's store."""
 
 
+def is_async(config: TrainPPOConfig, tasks: Tasks) -> bool:
+    """True if samples are made beside training, as options or several tasks require."""
+    return config.orchestrator.is_async or tasks.mixed
+
+
 def async_steps(config: TrainPPOConfig, n_prompts: int, tasks: Tasks) -> int:
     """Return the number of global steps, whose batches may span passes over the prompts."""
     has_endless_prompts = config.agents.environment is not None and not config.data.prompt_data

@@ -37,12 +37,12 @@ class RankSampler:
     @contextmanager
     def with_weights(self) -> Iterator[None]:
         """Let the engine decode with the actor's current weights inside the ``with`` block."""
-        self.engine.version = self.version()
+        self.engine.use_version(self.version())
         with ExitStack() as stack:
             with timed("sync"):
                 stack.enter_context(self.engine.with_weights(self.actor))
             if self.fits_once and self.engine.free is None:
-                self.engine.free = _least_free_memory(self.comm, self.device)
+                self.engine.fit_into(_least_free_memory(self.comm, self.device))
             yield
 
     def play(self, groups: Sequence[GroupInput], metrics: Metrics) -> list[PlayedGroup]:

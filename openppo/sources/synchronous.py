@@ -20,7 +20,7 @@ from openppo.sources.held_out import HeldOut
 from openppo.sources.rank_sampler import RankSampler
 from openppo.sources.task import Task
 from openppo.tracking import Metrics
-from openppo.types import Prompt, Sample, segments_of
+from openppo.types import Prompt, RolloutSource, Sample, segments_of
 
 _ALL_EQUAL = (
     "--dynamic_sampling: the rewards of each group are equal. Use other prompts, or a finer reward"
@@ -142,7 +142,7 @@ class PromptSource:
         """Restore the counts; sampling continues with the next prompts."""
         self.consumed_batches = state["consumed_batches"]
         self.consumed_prompts = state["consumed_prompts"]
-        self.sampler.engine.free = state.get("free_memory")
+        self.sampler.engine.fit_into(state.get("free_memory"))
 
     def close(self) -> None:
         """Close the sampler."""
@@ -240,3 +240,12 @@ def as_prompt(
     row = SourceRow({"prompt": prompt}, "", 1, flag="prompts")
     (loaded,) = load_prompts([row], tokenizer, options)
     return dataclasses.replace(loaded, row={})
+
+
+def prompt_source(source: RolloutSource) -> PromptSource:
+    """Return ``source`` if it takes prompts; ``TypeError`` otherwise."""
+    if not isinstance(source, PromptSource):
+        raise TypeError(
+            f"{type(source).__name__} takes no prompts: iterate over trainer.source instead."
+        )
+    return source

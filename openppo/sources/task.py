@@ -32,8 +32,7 @@ class Task:
     ``config`` are the run's options with the task's own. ``players`` make its player, None stands for single
     responses. ``scorer`` is None if the player gives the rewards. ``ratio`` is its share of the trained episodes,
     ``max_concurrent`` bounds its running episodes on all ranks, and an asynchronous run plays a failed episode again up
-    to ``retries`` times. ``longest`` bounds the tokens of a prompt with its response, or of an episode.
-    ``fields`` are those with which a program has registered it.
+    to ``retries`` times. ``fields`` are those with which a program has registered it.
 
     >>> task = Task("", config_of("--pretrain", "MODEL", "--n_samples_per_prompt", "2"))
     >>> task.group(Prompt("17 + 25 =", [5, 6]), index=3, number=3).n_samples
@@ -49,7 +48,6 @@ class Task:
     ratio: float = 1.0
     max_concurrent: int | None = None
     retries: int = 2
-    longest: int = 0
     fields: Mapping[str, Any] | None = None
 
     @property
@@ -145,15 +143,12 @@ class Task:
             if self.players is not None:
                 self.players.check_prompts(self.prompts)
 
-    def with_prompts(
-        self, prompts: Sequence[Prompt], held_out: Sequence[Prompt] = (), longest: int = 0
-    ) -> "Task":
+    def with_prompts(self, prompts: Sequence[Prompt], held_out: Sequence[Prompt] = ()) -> "Task":
         """Return a copy with these prompts, which then name the task."""
         return replace(
             self,
             prompts=[replace(prompt, task=self.name) for prompt in prompts],
             held_out=[replace(prompt, task=self.name) for prompt in held_out],
-            longest=longest,
         )
 
     def label(self, flag: str) -> str:
@@ -214,10 +209,15 @@ class Tasks:
 
     @classmethod
     def of(cls, config: TrainPPOConfig, source: "Players | Tasks | None") -> "Tasks":
-        """Return ``source`` if it is tasks; otherwise the run's single task."""
-        if isinstance(source, Tasks):
+        """Return the tasks of ``source``, or the single task that it plays; ``config`` are the options of the run.
+
+        Those of mixed tasks contain them already.
+        """
+        if not isinstance(source, Tasks):
+            return cls([Task("", config, source)])
+        if source.mixed:
             return source
-        return cls([Task("", config, source)])
+        return replace(source, tasks=[replace(task, config=config) for task in source.tasks])
 
     @property
     def have_agents(self) -> bool:
@@ -231,12 +231,6 @@ class Tasks:
             return True
         (task,) = self.tasks
         return None if task.players is None else task.gives_rewards
-
-    def with_options(self, config: TrainPPOConfig) -> "Tasks":
-        """Return a copy with the options of the run, which those of mixed tasks already contain."""
-        if self.mixed:
-            return self
-        return replace(self, tasks=[replace(task, config=config) for task in self.tasks])
 
     def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise ``ValueError`` for options of a task that cannot work."""

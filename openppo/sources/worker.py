@@ -138,14 +138,14 @@ class RolloutRank:
     def fit(self) -> None:
         """Sample until the trainers end."""
         while True:
-            current.step = self.engine.version + 1
+            current.begin_step(self.engine.version + 1)
             with phase("generation"), self.engine.with_weights(self.weights):
                 pause = self.worker.drive()
             if pause.reason == "end":
                 return
             with phase("sync"):
                 self.receiver.receive()
-            self.engine.version = pause.version
+            self.engine.use_version(pause.version)
 
     def close(self) -> None:
         """End the agents and leave the process group."""

@@ -138,6 +138,11 @@ ExplainMemory = Callable[[str], MemoryView]
 """Returns the memory of a run in a phase."""
 
 
+def explain_nothing(phase: str) -> MemoryView:
+    """Return an empty view, for runs whose memory is not estimated."""
+    return MemoryView()
+
+
 def raised(
     error: BaseException, where: Heartbeat, options: Mapping[str, Any], explain: ExplainMemory
 ) -> Fault:

@@ -28,9 +28,6 @@ class TrainableModel:
     ``uncompiled`` is ``DeepspeedStrategy.uncompiled``.
     """
 
-    merges_adapters = False
-    """True if ``gathered``, when not in lockstep, merges adapters; see ``DeepspeedStrategy.fits_merged``."""
-
     def __init__(
         self,
         engine: deepspeed.DeepSpeedEngine,
@@ -42,6 +39,8 @@ class TrainableModel:
         self.scheduler = scheduler
         self._uncompiled = uncompiled
         self._launches = launches
+        self.merges_adapters = False
+        """True if ``gathered``, when not in lockstep, merges adapters."""
         self._pinned: dict[tuple[int, str], Tensor] = {}
         """Host memory of offloaded moments, kept since pinning takes long."""
 
@@ -134,6 +133,10 @@ class TrainableModel:
         if math.isfinite(norm):
             self.scheduler.step()
         return norm
+
+    def merge_when_gathered(self) -> None:
+        """Have ``gathered``, when not in lockstep, merge adapters; see ``DeepspeedStrategy.fits_merged``."""
+        self.merges_adapters = True
 
     @contextmanager
     def gathered(self, in_lockstep: bool = False) -> Iterator[None]:

@@ -19,7 +19,7 @@ import psutil
 from openppo.config import RunConfig
 from openppo.process_groups import process_groups
 from openppo.strategy import fault_report, signals
-from openppo.strategy.fault_report import ExplainMemory, Fault, Heartbeat, MemoryView
+from openppo.strategy.fault_report import ExplainMemory, Fault, Heartbeat
 from openppo.strategy.heartbeat_store import HeartbeatStore
 from openppo.strategy.launcher_summary import record_cause
 
@@ -53,10 +53,8 @@ class Watchdog:
         options: Mapping[str, Any],
         how_to_resume: Callable[[], str] = str,
     ) -> None:
-        self.explain_memory: ExplainMemory = lambda phase: MemoryView()
-        """Memory of each model, for the report of an out-of-memory error."""
-        self.saves_on_signal = False
-        """True while the work polls ``signals.requested()``; other work ends at the first signal."""
+        self._explain_memory: ExplainMemory = fault_report.explain_nothing
+        self._saves_on_signal = False
 
         self._limits = limits
         self._where = where
@@ -88,7 +86,7 @@ class Watchdog:
                 time.sleep(self._limits.heartbeat_timeout + _LINGER)
             heartbeat = self._heartbeat()
             self._report(
-                fault_report.raised(error, heartbeat, self._options, explain=self.explain_memory)
+                fault_report.raised(error, heartbeat, self._options, explain=self._explain_memory)
             )
 
         self._ending.set()
@@ -97,6 +95,18 @@ class Watchdog:
         self._announce_end()
         faulthandler.cancel_dump_traceback_later()
         signals.uninstall()
+
+    def explain_memory_with(self, explain: ExplainMemory) -> None:
+        """Report an out-of-memory error with the memory of each model, as ``explain`` returns it."""
+        self._explain_memory = explain
+
+    def save_on_signal(self) -> None:
+        """Leave the first signal to the work, which polls ``signals.requested()`` from now on."""
+        self._saves_on_signal = True
+
+    def end_on_signal(self) -> None:
+        """End the work at the first signal, as before ``save_on_signal``."""
+        self._saves_on_signal = False
 
     def _is_failure(self, error: BaseException) -> bool:
         """True unless ``error`` is a regular exit, by a lone process or with status 0."""
@@ -215,7 +225,7 @@ class Watchdog:
         """Handle a signal to this process; the heartbeat passes it on to the other ranks."""
         now = time.monotonic()
         first = self._signalled_at
-        if first is None and self.saves_on_signal:
+        if first is None and self._saves_on_signal:
             self._signalled_at = now
             signals.request(name)
             if self._store.claim("signal"):

@@ -38,6 +38,11 @@ class CurrentPhase:
         self.events = []
         return seconds
 
+    def take(self, name: str) -> float:
+        """Return the seconds of ``name`` that no line of metrics has reported; other names keep theirs."""
+        self.seconds = self.take_seconds()
+        return self.seconds.pop(name)
+
     def add(self, name: str, seconds: float) -> None:
         """Add ``seconds`` to those of ``name``."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
@@ -48,33 +53,45 @@ class CurrentPhase:
         if self.on_progress is not None:
             self.on_progress()
 
+    def begin_step(self, number: int) -> None:
+        """Make ``number`` the global step under way."""
+        self.step = number
+
+    @contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """Name the ``with`` block as the current phase."""
+        outer = self.phase
+        self.phase = name
+        self.progress()
+
+        try:
+            yield
+        except Interrupted:
+            self.phase = outer
+            raise
+
+        # After any other exception the name stays: the report names the phase that raised it.
+        self.phase = outer
+        self.progress()
+
+    @contextmanager
+    def watched(self, on_progress: Callable[[], None]) -> Iterator[None]:
+        """Call ``on_progress`` at each progress inside the ``with`` block."""
+        self.on_progress = on_progress
+        try:
+            yield
+        finally:
+            self.on_progress = None
+
 
 current = CurrentPhase()
 """The current phase of this process."""
 
 
 @contextmanager
-def named_phase(name: str) -> Iterator[None]:
-    """Name the ``with`` block as the current phase."""
-    outer = current.phase
-    current.phase = name
-    current.progress()
-
-    try:
-        yield
-    except Interrupted:
-        current.phase = outer
-        raise
-
-    # After any other exception the name stays: the report names the phase that raised it.
-    current.phase = outer
-    current.progress()
-
-
-@contextmanager
 def phase(name: str) -> Iterator[None]:
     """Name the ``with`` block, or the decorated function, as the current phase, and add its time to ``current``."""
-    with timed(name), named_phase(name):
+    with timed(name), current.named(name):
         yield
 
 
@@ -108,8 +125,7 @@ def evaluation(method: Callable[..., dict[str, float]]) -> Callable[..., dict[st
     def run(trainer: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
         with phase("evaluation"):
             metrics = method(trainer, *args, **kwargs)
-        current.seconds = current.take_seconds()
-        seconds = torch.tensor(current.seconds.pop("evaluation"), dtype=torch.float64)
+        seconds = torch.tensor(current.take("evaluation"), dtype=torch.float64)
         if not metrics:
             return metrics
 

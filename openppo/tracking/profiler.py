@@ -54,11 +54,10 @@ class StepProfiler:
         self._profile.start()
         self._pause_at = float("inf")
 
-        current.on_progress = self._pause_when_due
         try:
-            yield
+            with current.watched(self._pause_when_due):
+                yield
         finally:
-            current.on_progress = None
             profile, self._profile = self._profile, None
             profile.stop()
         self._write(profile)  # not after an exception

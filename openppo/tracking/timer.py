@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from openppo.tracking.phase import current, gpu_in_use, named_phase
+from openppo.tracking.phase import current, gpu_in_use
 from openppo.types import Comm
 
 GIB = 2**30
@@ -40,7 +40,7 @@ class PhaseTimer:
         start = time.perf_counter()
 
         try:
-            with named_phase(name), self._traced(name) if self._traced else nullcontext():
+            with current.named(name), self._traced(name) if self._traced else nullcontext():
                 yield
                 self._record_peak()  # not after an exception: the report names the peak
         finally:
@@ -53,7 +53,7 @@ class PhaseTimer:
 
         It counts in the time of that step, in its trace and in reports of faults.
         """
-        current.step = number
+        current.begin_step(number)
         with self.phase("step"):
             yield
 

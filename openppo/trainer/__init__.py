@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 if TYPE_CHECKING:
-    from openppo.trainer.build import build_ppo_trainer as build_ppo_trainer
+    from openppo.build.ppo import build_ppo_trainer as build_ppo_trainer
     from openppo.trainer.ppo import PPOTrainer as PPOTrainer
     from openppo.trainer.quiet import quiet_libraries as quiet_libraries
     from openppo.trainer.supervised.trainers import ProcessRewardTrainer as ProcessRewardTrainer

@@ -65,6 +65,10 @@ class RolloutCorrection:
         return weights
 
 
+Observe = Callable[[Experience, Tensor, Tensor | None], None]
+"""Receives each micro-batch with the log-probs and entropy (B, L) of its forward."""
+
+
 class ActorStep:
     """Adds up the gradients of all micro-batches and steps once.
 
@@ -73,14 +77,18 @@ class ActorStep:
     """
 
     def __init__(
-        self, model: TrainableModel, config: TrainPPOConfig, comm: Comm, device: torch.device
+        self,
+        model: TrainableModel,
+        config: TrainPPOConfig,
+        comm: Comm,
+        device: torch.device,
+        observe: Observe | None = None,
     ) -> None:
         self.model = model
         self.config = config
         self.comm = comm
         self.device = device
-        self.observe: Callable[[Experience, Tensor, Tensor | None], None] | None = None
-        """Receives each micro-batch with the log-probs and entropy of its forward."""
+        self.observe = observe
         self.loss_agg = loss_aggregation(config)
         self.policy_loss = policy_loss_of(config.loss)
         self.correction = RolloutCorrection(config.loss)

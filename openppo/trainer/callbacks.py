@@ -27,7 +27,7 @@ class Callback:
     def on_fit_start(self, trainer: PPOTrainer) -> None:
         """Before the first step, and before an evaluation that precedes it."""
 
-    def on_step_end(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, trainer: PPOTrainer, metrics: dict[str, float]) -> None:
         """After each global step, with its metrics; ``trainer.global_step`` counts from 1 here."""
 
     def on_evaluate(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors.torch import load_file
@@ -86,7 +87,7 @@ class Checkpointer:
     """Saves and loads a run of the command ``kind``. All ranks call every method together.
 
     ``found`` is the newest checkpoint with ``--load_checkpoint``; ``ValueError`` if options, models or ``data``,
-    fingerprints by flag, contradict it. Edits of ``user_files`` are logged; ``facts`` are for the card of an export.
+    fingerprints by flag, contradict it. Edits of ``user_files`` are logged, ``facts`` are for cards.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Checkpointer:
         data: dict[str, str],
         user_files: Mapping[str, Any] | None = None,
         facts: Mapping[str, Any] | None = None,
+        resolved: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.options = config.checkpoint
         self.strategy = strategy
@@ -106,7 +108,7 @@ class Checkpointer:
         self.folder = self._open_folder(config, kind)
         self.identity: dict[str, Any] = {
             "kind": kind,
-            "options": _options(config, strategy),
+            "options": _options(config, strategy) | dict(resolved),
             "contents": _model_fingerprints(config) | data,
             "user_files": user_files or {},
             "facts": facts,

@@ -7,22 +7,23 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from openppo.experience.maker import ExperienceMaker
+from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.rollout.engine import Engine
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
+from openppo.strategy.fault_report import ExplainMemory, explain_nothing
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Trackers
 from openppo.trainer.cards.run_card import RunCard
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.critic_step import CriticStep
-from openppo.trainer.data import RunData
 from openppo.trainer.evaluation.evaluator import Grading
-from openppo.trainer.memory.estimate import Estimate
+from openppo.trainer.run_data import RunData
 from openppo.trainer.train_state import TrainState
 from openppo.types import StopCheck
 
 
-@dataclass
+@dataclass(frozen=True)
 class PPOComponents:
     """Models, data and reporting of a PPO trainer.
 
@@ -36,6 +37,7 @@ class PPOComponents:
     actor: TrainableModel
     critic_step: CriticStep | None
     maker: ExperienceMaker
+    replay_buffer: ReplayBuffer
     data: RunData
     trackers: Trackers
     grading: Grading
@@ -44,7 +46,8 @@ class PPOComponents:
     ema: ParameterAverage | None = None
     pack_documents_to: int | None = None
     stop: StopCheck = field(default_factory=StopCheck)
-    estimate: Estimate | None = None
+    explain_memory: ExplainMemory = explain_nothing
+    """Compares estimated and measured memory in a fault report."""
     state: TrainState = field(default_factory=TrainState)
     card: RunCard = field(default_factory=RunCard)
 

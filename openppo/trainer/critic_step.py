@@ -19,6 +19,9 @@ from openppo.tracking import Metrics
 from openppo.tracking.phase import timed
 from openppo.types import Comm, Experience, Sample, segments_of
 
+Complete = Callable[[int, Experience, Tensor], Experience]
+"""Adds old values and returns to a micro-batch, from its number, itself and its current values (B, L)."""
+
 
 class CriticStep:
     """Adds up the gradients of all micro-batches and steps once; normalized like the actor's loss."""
@@ -31,28 +34,35 @@ class CriticStep:
         self.comm = comm
         self.device = device
         self.loss_agg = loss_aggregation(config)
-        self.taken: tuple[float, Metrics] | None = None
-        """Norm and metrics of a step of ``OnePassCritic``, until ``train`` reports it."""
+        self._ahead: tuple[float, Metrics] | None = None
+        """Norm and metrics of a step that was taken ahead, until ``train`` reports it."""
 
-    @timed("critic_training")
-    def train(
-        self,
-        batch: MiniBatch,
-        metrics: Metrics,
-        clip: bool = True,
-        complete: Callable[[int, Experience, Tensor], Experience] | None = None,
-    ) -> float:
+    def train(self, batch: MiniBatch, metrics: Metrics, clip: bool = True) -> float:
         """Update the critic on one mini-batch, and return the gradient's norm before clipping.
 
-        Without ``clip`` values may move any distance. ``complete(number, micro, values)`` adds old values and returns
-        to a micro-batch from its current values (B, L). Nothing changes when the norm is not finite.
+        Without ``clip`` values may move any distance. Nothing changes when the norm is not finite. A step that
+        ``train_ahead`` has taken is only reported.
         """
-        if self.taken is not None:
-            norm, measured = self.taken
-            self.taken = None
-            metrics.merge(measured)
-            return norm
+        if self._ahead is None:
+            return self._train(batch, metrics, clip)
+        norm, measured = self._ahead
+        self._ahead = None
+        metrics.merge(measured)
+        return norm
 
+    def train_ahead(self, batch: MiniBatch, clip: bool, complete: Complete) -> None:
+        """Update the critic on a mini-batch without values and returns, which ``complete`` adds.
+
+        The next call of ``train`` reports the step.
+        """
+        metrics = Metrics()
+        norm = self._train(batch, metrics, clip, complete=complete)
+        self._ahead = norm, metrics
+
+    @timed("critic_training")
+    def _train(
+        self, batch: MiniBatch, metrics: Metrics, clip: bool, complete: Complete | None = None
+    ) -> float:
         value_loss = ValueLoss(
             clip_eps=self.config.loss.value_clip if clip else None, reduction="none"
         )
@@ -122,7 +132,7 @@ class OnePassCritic(ExperienceMaker):
         buffer = ReplayBuffer(self.comm, zero_stage=self.config.deepspeed.zero_stage)
         if rows is not None:
             buffer.append(rows)
-        batch = next(mini_batches(buffer, self.config, n_done))
+        batch = next(mini_batches(buffer, self.config, n_done, resolved=self.resolved))
         # values (L,) by place among the samples of all ranks
         values_by_place: dict[int, Tensor] = {}
 
@@ -136,10 +146,8 @@ class OnePassCritic(ExperienceMaker):
         model.train()
         if self.config.ppo.offload_idle:
             model.load_adam_moments()
-        metrics = Metrics()
         clip = n_done >= self.config.ppo.value_pretrain_steps
-        norm = self.critic_step.train(batch, metrics, clip, complete=with_returns)
-        self.critic_step.taken = norm, metrics
+        self.critic_step.train_ahead(batch, clip, complete=with_returns)
 
         all_values: dict[int, Tensor] = {}
         counts = []

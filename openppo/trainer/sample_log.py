@@ -40,6 +40,14 @@ class StepDiagnostics:
         self.observed: dict[tuple[int, ...], dict[str, Tensor]] = {}
         """Numbers (L,) of the last epoch's forwards, by ``sample_key``."""
 
+    def begin_step(self) -> None:
+        """Drop the numbers of an earlier step, which is kept if it was never shown."""
+        self.observed.clear()
+
+    def keep(self, samples: Sequence[Sample]) -> None:
+        """Keep the ``samples`` that were trained on until they are shown."""
+        self.trained_on = samples
+
     def observe(self, micro: Experience, log_probs: Tensor, entropy: Tensor | None) -> None:
         """Keep ratio and entropy (B, L) of a training forward, if tokens of the step are logged."""
         if not self._shows_tokens(self.components.state.global_step + 1):

@@ -17,7 +17,7 @@ from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import pad_token_id
 from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.phase import timed
-from openppo.trainer.actor_step import ActorStep
+from openppo.trainer.actor_step import ActorStep, Observe
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.supervised.batches import StepBatch, token_batch
 from openppo.types import Comm
@@ -79,17 +79,24 @@ class SkippedSteps:
 class Update:
     """Training of actor and critic on a filled replay buffer, which completes the global step.
 
-    Steps are counted in ``components.state``. All ranks call every method together.
+    Steps are counted in ``components.state``. ``observe`` receives the forwards that train the actor. All ranks call
+    every method together.
     """
 
-    def __init__(self, config: TrainPPOConfig, components: PPOComponents) -> None:
+    def __init__(
+        self, config: TrainPPOConfig, components: PPOComponents, observe: Observe | None = None
+    ) -> None:
         self.config = config
         self.components = components
         self.state = components.state
         self.timer = components.maker.hooks.timer
         self.comm = components.strategy.comm
         self.actor_step = ActorStep(
-            components.actor, config, self.comm, device=components.strategy.device
+            components.actor,
+            config,
+            self.comm,
+            device=components.strategy.device,
+            observe=observe,
         )
         self.skipped = SkippedSteps(config.run, self.comm)
         self.models = [components.actor]
@@ -113,15 +120,14 @@ class Update:
         trains_actor = state.global_step >= maker.frozen_steps
         with self.timer.phase("training"):
             self._train(buffer, n_samples, metrics, kl_coef=kl.value if trains_actor else None)
-        state.global_step += 1
+        n_tokens_of_all = int(self.comm.all_reduce(torch.tensor(n_tokens)))
+        state.count_step(n_samples, n_tokens_of_all)
 
         reduced = metrics.reduced(self.comm)
         variance = reduced.get("returns_std", 0.0) ** 2
         if variance > 0:  # 1 for a perfect critic, 0 for one that predicts only the mean
             reduced["explained_variance"] = 1 - reduced["value_error_std"] ** 2 / variance
         reduced["skipped_steps"] = float(self.skipped.total)
-        state.consumed_samples += n_samples
-        state.consumed_tokens += int(self.comm.all_reduce(torch.tensor(n_tokens)))
         reduced["consumed_samples"] = float(state.consumed_samples)
         reduced["consumed_tokens"] = float(state.consumed_tokens)
 
@@ -154,7 +160,8 @@ class Update:
         n_updates = batch.max_epochs * -(-n_samples // batch.train_batch_size)
         progress = progress_bar(n_updates, "training", enabled=strategy.is_main)
         with strategy.training(), progress as bar:
-            batches = mini_batches(buffer, self.config, self.state.global_step)
+            resolved = self.components.maker.resolved
+            batches = mini_batches(buffer, self.config, self.state.global_step, resolved=resolved)
             for number, mini_batch in enumerate(batches):
                 self._count_tokens(mini_batch)
                 self._step(mini_batch, metrics, kl_coef, number=number)
@@ -204,7 +211,7 @@ class Update:
             if components.ema is not None:
                 components.ema.update()
         if documents is not None:
-            self.state.document_batches += 1
+            self.state.count_documents()
 
     def _step_critic(
         self, batch: MiniBatch, metrics: Metrics, samples: list[dict[str, Any]], place: str
@@ -235,7 +242,8 @@ class Update:
         pad = pad_token_id(components.tokenizer)
         pack_to = components.pack_documents_to
         longest = max((len(document.token_ids) for document in documents), default=1)
-        limit = MicroBatchSize(self.config.batch.micro_rows, self.config.ppo.micro_train_tokens)
+        tokens = components.maker.resolved.micro_train_tokens
+        limit = MicroBatchSize(self.config.batch.micro_rows, tokens)
         rows = limit.rows_of(pack_to or longest)
         batches = cyclic_batches(
             len(documents),

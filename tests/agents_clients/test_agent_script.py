@@ -14,7 +14,7 @@ import pytest
 from tests.docs.conftest import REPO
 from tests.docs.test_agent_example import demo as demo
 from tests.docs.test_agent_example import rows
-from tests.unit.agents.test_serve_agent import serving
+from tests.unit.jobs.test_serve_agent import serving
 
 PROGRAM = REPO / "examples/agents/openai_sum.py"
 

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from openppo.agents import agent_source
+from openppo.build.ppo import build_ppo_trainer
+from openppo.build.supervised import build_supervised_trainer
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig
 from openppo.strategy import DeepspeedStrategy
@@ -32,8 +34,6 @@ from openppo.strategy.signals import SignalStop
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import setup_logging
 from openppo.trainer import PPOTrainer
-from openppo.trainer.build import build_ppo_trainer
-from openppo.trainer.supervised.build import build_supervised_trainer
 from openppo.types import Interrupted, ModelInputs, Sample
 
 PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}

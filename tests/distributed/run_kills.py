@@ -15,10 +15,10 @@ from pathlib import Path
 
 from run_cases import HANG_AFTER, PARTITION_EVERYTHING, SMALL_PIECES
 
+from openppo.build.ppo import build_ppo_trainer
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.strategy import DeepspeedStrategy
-from openppo.trainer.build import build_ppo_trainer
 
 FORK = multiprocessing.get_context("fork")
 Ranks = list[multiprocessing.context.ForkProcess]

@@ -21,7 +21,7 @@ def say(text: str) -> None:
 
 with Watchdog(RunConfig(), current, {}) as watchdog:  # what a trainer does, in small
     init_process_group(timedelta(minutes=5))
-    watchdog.saves_on_signal = True
+    watchdog.save_on_signal()
     with phase("training"):
         say("works")
         while not signals.requested():

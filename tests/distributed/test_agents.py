@@ -19,11 +19,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from openppo.agents import AgentPlayer
+from openppo.build.ppo import build_ppo_trainer
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.rollout.driver import LONGEST_WAIT
 from openppo.strategy import DeepspeedStrategy
-from openppo.trainer.build import build_ppo_trainer
 from tests.conftest import save_tokenizer
 from tests.distributed.conftest import write_rows
 from tests.distributed.run_cases import HANG_AFTER, PARTITION_EVERYTHING, leave

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from openppo.config import ExportConfig, MergeLoRAConfig
-from openppo.models.merge_lora import LoRAMerge
-from openppo.trainer.resume.export import Export
+from openppo.jobs.export import Export
+from openppo.jobs.merge_lora import LoRAMerge
 
 Launch = Callable[..., str]
 PPO = """-m openppo.cli.train_ppo --pretrain {tiny}/actor --reward_pretrain {tiny}/reward --max_samples 16

@@ -149,7 +149,8 @@ def sample(actor: TrainableModel, strategy: DeepspeedStrategy) -> dict[str, Any]
     hooks = [layer.register_forward_hook(lambda *_: calls.append(1)) for layer in layers]
     before, was = whole_weights(actor), outputs(actor)
     calls.clear()
-    actor.merges_adapters = strategy.fits_merged(actor)
+    if strategy.fits_merged(actor):
+        actor.merge_when_gathered()
     engine = HFEngine(actor.module.model, (), 0)  # type: ignore[arg-type]
     with engine.with_weights(actor):
         sampled = engine.generate(

@@ -2,7 +2,10 @@
 
 import json
 
-from tests.distributed.runs import left_by
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.runs import left_by, logged
 
 OWN_SOURCE = """
 import json, sys
@@ -155,3 +158,42 @@ def test_callbacks_see_every_point_of_a_run_alike_on_all_ranks_and_end_it(tiny, 
     assert [call[0] for call in calls["again"]] == ["on_fit_start", "on_save", "on_fit_end"], (
         "it stays ended"
     )
+
+
+STOPPED = """
+import sys
+from openppo.cli.options import parse_options
+from openppo.config import TrainPPOConfig
+from openppo.strategy import DeepspeedStrategy
+from openppo.trainer import build_ppo_trainer
+from openppo.trainer.callbacks import Callback
+
+class StopAtTwo(Callback):  # of the last rank alone
+    def on_step_end(self, trainer, metrics):
+        trainer.should_stop |= trainer.global_step == 2 and trainer.comm.rank == trainer.comm.world_size - 1
+
+for folder, callbacks in (("whole", []), ("parts", [StopAtTwo()]), ("parts", [])):
+    config = parse_options(TrainPPOConfig, [*sys.argv[1:], "--load_checkpoint", "--save_path", folder])
+    trainer = build_ppo_trainer(config, DeepspeedStrategy(config.deepspeed), callbacks)
+    trainer.fit()
+    print(folder, "ended after step", trainer.global_step, flush=True)
+trainer.close()
+"""
+
+
+def test_a_run_that_stops_at_a_step_that_is_not_due_resumes_exactly(tiny, tmp_path, launch):
+    """Nothing is due at step 2: no evaluation, no checkpoint, no line of metrics."""
+    (tmp_path / "program.py").write_text(STOPPED)
+    arguments = f"""--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --input_key input --generate_max_len 6
+        --eval_data {tiny}/prompts.jsonl --eval_steps 4 --save_steps 4 --logging_steps 4 --max_samples 16
+        --verifiable_reward length --verify_length 3 --advantage_estimator reinforce
+        --rollout_batch_size 4 --train_batch_size 4 --actor_learning_rate 1e-3"""
+    printed = launch(2, "program.py", *arguments.split(), cwd=tmp_path)
+    assert "parts ended after step 2" in printed
+    assert "parts ended after step 4" in printed
+
+    assert [line["step"] for line in logged(tmp_path / "whole")] == [4]
+    assert [line["step"] for line in logged(tmp_path / "parts")] == [2, 4]
+    assert logged(tmp_path / "whole")[-1] == logged(tmp_path / "parts")[-1]
+    weights = [load_file(tmp_path / run / "model.safetensors") for run in ("whole", "parts")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -100,7 +100,7 @@ import sys
 from openppo.cli.options import parse_options
 from openppo.cli.train_ppo import build
 from openppo.config import TrainPPOConfig, TrainRMConfig, TrainSFTConfig
-from openppo.trainer.supervised.build import build_supervised_trainer
+from openppo.build.supervised import build_supervised_trainer
 
 BUILD = {
     "train_ppo": (TrainPPOConfig, build),

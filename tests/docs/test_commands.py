@@ -23,7 +23,7 @@ SCRIPTS = sorted(
 SOURCES = {name: (REPO / f"openppo/cli/{name}.py").read_text() for name in commands()}
 NO_COMMAND = {
     "openppo --version": "it has no options",
-    "| openppo chat": "a pipe, tested by tests/unit/agents/test_chat.py",
+    "| openppo chat": "a pipe, tested by tests/unit/jobs/test_chat.py",
     "deepspeed --module openppo.cli.train_ppo FLAGS": "FLAGS stands for those of OpenRLHF",
     "torchrun --standalone --nproc_per_node 8 -m openppo.cli.train_ppo FLAGS": "the same",
     "-m openppo.cli.train_ppo --config run.yaml": "run.yaml is the reader's",

@@ -64,8 +64,7 @@ def test_engine_actor_and_transformers_agree_on_what_processors_make(family, pro
     rows = [{"input": "<image>a", "images": pictures(1)}, {"input": "ab", "images": None}]
     rows.append({"input": "a<image>b<image><image>", "images": pictures(3)})
     prompts = load(processor, rows)
-    engine = HFEngine(model, [], 0, 3)
-    engine.sampled_ids = SAMPLED
+    engine = HFEngine(model, [], 0, 3, sampled_ids=SAMPLED)
     with engine.with_weights(WholeWeights(model)):
         sampled = engine.generate(prompts, SamplingParams(5), [1, 2, 3])
     for row, prompt, completion in zip(rows, prompts, sampled, strict=True):
@@ -196,8 +195,7 @@ def test_videos_and_images_are_read_as_transformers_reads_them(family, processor
         share_where_exact(actor, actor, torch.device("cpu"), "actor")
         assert actor.shares_prompts
         torch.testing.assert_close(actor(inputs), separate, atol=1e-4, rtol=1e-4)
-    engine = HFEngine(model, [], 0, 3)
-    engine.sampled_ids = SAMPLED
+    engine = HFEngine(model, [], 0, 3, sampled_ids=SAMPLED)
     with engine.with_weights(WholeWeights(model)):
         sampled = engine.generate(prompts, SamplingParams(5), [1, 2])
     for prompt, completion in zip(prompts, sampled, strict=True):

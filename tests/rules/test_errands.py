@@ -38,6 +38,11 @@ def test_an_errand_works_in_a_copy_of_the_package(patch: Path, tmp_path: Path) -
     assert ended.returncode == 0, ended.stderr
 
 
-def test_errands_are_those_of_samples_inputs_players_and_filters() -> None:
-    names = ["authors_of_tokens", "group_median", "mean_reward_range", "player_of_revisions"]
-    assert [patch.stem for patch in ERRANDS] == names
+def test_errands_are_those_of_samples_inputs_players_filters_and_options() -> None:
+    assert [patch.stem for patch in ERRANDS] == [
+        "authors_of_tokens",
+        "group_median",
+        "length_reward",
+        "mean_reward_range",
+        "player_of_revisions",
+    ]

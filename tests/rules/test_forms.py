@@ -8,7 +8,7 @@ from tests.rules import form_list
 from tests.rules.form_list import LIST, Entry, Key
 from tests.rules.forms import VAGUE, Place, places
 
-MOST_PACKED, MOST_OUTSIDE = 25, 140
+MOST_PACKED, MOST_OUTSIDE = 25, 11
 """Forms that the list may hold: packed ones, and attributes set outside, which go with the builder."""
 
 

@@ -49,6 +49,7 @@ def flags_of(command: str) -> set[str]:
     options = declared_options(command_configs()[command])
     return {
         "config",
+        *(["recipe"] if command == "train_ppo" else []),
         "help",
         "version",
         *options,

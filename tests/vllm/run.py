@@ -61,25 +61,13 @@ class Weights:
         return merged_weights(self.model)
 
 
-class StopsAfter:
-    """A signal that comes before a certain step."""
-
-    steps = None
-
-    def requested(self):
-        if self.steps is not None:
-            self.steps -= 1
-        return self.steps is not None and self.steps < 0
-
-    def __call__(self):
-        if self.steps is not None and self.steps < 0:
-            self.steps = None
-            raise Interrupted("SIGTERM")
+def text_of(ids):
+    return "".join("___abcdefgh"[i] for i in ids)
 
 
-def engine_of(folder, stop=None, max_tokens=200, **more):
+def engine_of(folder, config=CONFIG, max_tokens=200, **more):
     """An engine that has no weights yet."""
-    return VLLMEngine(str(folder), CONFIG, max_tokens, EOS, stop=stop, **more)
+    return VLLMEngine(str(folder), config, max_tokens, EOS, decode=text_of, **more)
 
 
 def plain(completions):
@@ -89,7 +77,6 @@ def plain(completions):
 def sampled(engine, weights):
     """Completions of each way to sample, in batches, alone and entering one after the other."""
     seeds, params = [100 + i for i in range(len(PROMPTS))], SAMPLING["plain"]
-    engine.decode = lambda ids: "".join("___abcdefgh"[i] for i in ids)
     with engine.with_weights(weights):
         found = {
             name: plain(engine.generate([TokenIds(ids) for ids in PROMPTS], kind, seeds))
@@ -172,15 +159,16 @@ def error_of(kind, work):
     return None
 
 
-def interrupted(engine, weights, stop):
+def interrupted(engine, weights):
     """What is left of a call that a signal ends after three steps, and a call after it."""
 
     def cut_short():
         with engine.with_weights(weights):
-            stop.steps = 3
-            engine.generate(
-                [TokenIds(ids) for ids in PROMPTS], SAMPLING["plain"], range(len(PROMPTS))
-            )
+            for seed, ids in enumerate(PROMPTS):
+                engine.submit(TokenIds(ids), SAMPLING["plain"], seed)
+            for _ in range(3):
+                engine.step()
+            raise Interrupted("SIGTERM")
 
     def too_long():
         with engine.with_weights(weights):
@@ -193,8 +181,7 @@ def interrupted(engine, weights, stop):
 def shared(models, out, rank):
     """Completions of two ranks with different requests, some late, one cancelled; and the share of weights of each."""
     config = replace(CONFIG, generation=replace(CONFIG.generation, vllm_tensor_parallel_size=2))
-    engine = VLLMEngine(str(models / "llama"), config, 200, EOS)
-    engine.decode = lambda ids: "".join("___abcdefgh"[i] for i in ids)
+    engine = engine_of(models / "llama", config)
     weights = Weights(Actor(str(models / "llama")).model)
     mine, seeds = PROMPTS[: 2 + 4 * rank], range(100, 106)
     with engine.with_weights(weights):
@@ -239,8 +226,7 @@ def sample(models, out):
         return shared(models, out, torch.distributed.get_rank())
     torch.manual_seed(3)
     random_state, n_threads = torch.get_rng_state(), torch.get_num_threads()
-    stop = StopsAfter()
-    engine = engine_of(models / "llama", stop)
+    engine = engine_of(models / "llama")
     result = {"threads": [n_threads, torch.get_num_threads()]}
     torch.set_num_threads(n_threads + 1)
     result["threads"].append(torch.get_num_threads())
@@ -268,7 +254,7 @@ def sample(models, out):
     change(model, 1)
     model.save_pretrained(out / "changed")
     result["greedy changed"] = greedy(engine, weights)
-    result["interrupted"] = interrupted(engine, weights, stop)
+    result["interrupted"] = interrupted(engine, weights)
 
     adapted = Actor(str(models / "llama"), lora_rank=4, lora_alpha=8).model
     change(adapted, 2)

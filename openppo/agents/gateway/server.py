@@ -4,7 +4,8 @@ import asyncio
 import resource
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,17 +45,26 @@ class _Answer:
     """The turns for one request and its repetitions by an SDK.
 
     ``waiting`` is the number of requests that are not answered yet. ``body`` is the request without its messages, and
-    ``n`` the number of turns that it wants.
+    ``n`` the number of turns that it wants, which ``work`` adds to ``turns``.
     """
 
     digest: bytes
     body: dict[str, Any]
     n: int
-    turns: list[Turn] = field(default_factory=list)
-    work: asyncio.Task[None] = field(init=False)
+    turns: list[Turn]
+    work: asyncio.Task[None]
     number: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
     waiting: int = 0
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Count one more request as waiting."""
+        self.waiting += 1
+        try:
+            yield
+        finally:
+            self.waiting -= 1
 
 
 @dataclass(eq=False)
@@ -186,19 +196,21 @@ class Gateway:
                 raise Refused(f"the request does not have OpenAI's form: {error!r}.") from error
             self._count_overridden(client.session, body)
 
-            answer = _Answer(digest, _without_messages(body), body.get("n") or 1)
-            answer.work = asyncio.ensure_future(
-                _sample(answer, client.session, messages, options=options)
+            n = body.get("n") or 1
+            turns: list[Turn] = []
+            work = asyncio.ensure_future(
+                _sample(n, turns, client.session, messages=messages, options=options)
             )
+            answer = _Answer(digest, _without_messages(body), n, turns=turns, work=work)
             client.answers[answer.number] = answer
 
-        answer.waiting += 1
+        renderer = client.session.setup.renderer
         try:
-            return await _send(endpoint, request, answer, renderer=client.session.setup.renderer)
+            with answer.awaited():
+                return await _send(endpoint, request, answer, renderer=renderer)
         except ConnectionResetError:  # the client has hung up
             return web.StreamResponse()
         finally:
-            answer.waiting -= 1
             if answer.waiting == 0 and len(answer.turns) < answer.n:
                 answer.work.cancel()
                 del client.answers[answer.number]
@@ -276,15 +288,19 @@ def _status(client: _Client, body: dict[str, Any]) -> str:
 
 
 async def _sample(
-    answer: _Answer, session: Session, messages: list[Message], options: dict[str, Any]
+    n: int, turns: list[Turn], session: Session, messages: list[Message], options: dict[str, Any]
 ) -> None:
-    """Sample the turns, which are not trained on until a client has them; ``Refused`` if there are none."""
+    """Add ``n`` turns to ``turns``; ``Refused`` if the session samples none.
+
+    They are not trained on until a client has them.
+    """
 
     async def sample() -> None:
-        answer.turns.append(await session.chat(messages, **options))
-        answer.turns[-1].trained = False
+        turn = await session.chat(messages, **options)
+        turn.exclude_from_training()
+        turns.append(turn)
 
-    tasks = [asyncio.ensure_future(sample()) for _ in range(answer.n)]
+    tasks = [asyncio.ensure_future(sample()) for _ in range(n)]
     try:
         await asyncio.gather(*tasks)
     except EpisodeEnded as error:
@@ -326,7 +342,7 @@ async def _send(
         raise ConnectionResetError("the client does not read its answer") from error
 
     for turn in answer.turns:
-        turn.trained = True
+        turn.include_in_training()
     return response
 
 

@@ -122,6 +122,17 @@ class Finding:
     quiet: int = 0
     """Reports since the rule found something."""
 
+    def renew(self, step: int, text: str) -> None:
+        """Extend the finding to ``step``, where the rule found it again, with the text of that step."""
+        self.text = text
+        self.last = step
+        self.quiet = 0
+
+    def count_quiet(self) -> None:
+        """Count a report in which the rule found nothing; the finding ends after ``QUIET`` of them."""
+        self.quiet += 1
+        self.ended = self.quiet >= QUIET
+
 
 class Health:
     """Applies ``rules`` to each report in turn. ``config`` are the options of the run by flag name."""
@@ -147,16 +158,15 @@ class Health:
             text = rule.warn(self.history, mean) if rule.passes(mean, self.history) else None
             finding = self._current(rule)
             if text is not None:
+                first = self.history.steps(metric)[-rule.last :][0]
+                since = first if finding is None else finding.since
+                text = text.replace("{since}", str(since))
                 if finding is None:
-                    since = self.history.steps(metric)[-rule.last :][0]
-                    finding = Finding(rule.name, "", since, last=step, metrics=rule.metrics)
-                    begun.append(finding)
-                finding.text = text.replace("{since}", str(finding.since))
-                finding.last = step
-                finding.quiet = 0
+                    begun.append(Finding(rule.name, text, since, last=step, metrics=rule.metrics))
+                else:
+                    finding.renew(step, text)
             elif finding is not None:
-                finding.quiet += 1
-                finding.ended = finding.quiet >= QUIET
+                finding.count_quiet()
         self.findings += begun
         return begun
 

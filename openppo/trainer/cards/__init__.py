@@ -1,1 +1,1 @@
-"""Model cards of trained, exported and merged models."""
+"""Model cards of trained and exported models."""

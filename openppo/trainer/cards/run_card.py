@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from openppo.config import Options, TrainPPOConfig
@@ -56,16 +57,18 @@ def make_run_card(
     start: str,
     rows: Mapping[str, int],
     tasks: Sequence[Task] = (),
+    resolved: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunCard:
     """Gather the facts of a run that starts from the model ``start``; collective.
 
-    ``rows`` are the numbers of rows by flag. Rank 0 alone reads the files again, for their hashes.
+    ``rows`` are the numbers of rows by flag, ``resolved`` the values that the run gives to open options. Rank 0 alone
+    reads the files again, for their hashes.
     """
     versions = environment(comm)
     data = describe_data(config, tasks) if comm.rank == 0 else []
     return RunCard(
         {
-            **facts_of(config, start, comm.world_size),
+            **facts_of(config, start, comm.world_size, resolved=resolved),
             "data": comm.all_gather_object(data)[0],
             "rows": dict(rows),
             "devices": sorted({rank["device"] for rank in versions["ranks"]}),
@@ -78,17 +81,25 @@ def make_run_card(
     )
 
 
-def facts_of(config: Options, start: str, n_ranks: int = 1) -> dict[str, Any]:
+def facts_of(
+    config: Options,
+    start: str,
+    n_ranks: int = 1,
+    resolved: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Return the facts that the options of a run tell: kind, command, and the model it starts from."""
     kind = type(config).__name__.removeprefix("Train").removesuffix("Config").lower()
     estimator = ""
     if isinstance(config, TrainPPOConfig):
         estimator = config.advantage.advantage_estimator
         n_ranks += config.orchestrator.rollout_ranks
+    command = command_line(
+        f"train_{kind}", config, n_ranks, left_out=["load_checkpoint"], resolved=resolved
+    )
     return {
         "kind": kind,
         "estimator": estimator,
-        "command": command_line(f"train_{kind}", config, n_ranks, left_out=["load_checkpoint"]),
+        "command": command,
         "n_ranks": n_ranks,
         "start": model_facts(start),
     }

@@ -1,1 +1,1 @@
-"""Metrics of held-out prompts, and the commands that answer prompts without training."""
+"""Evaluations on held-out prompts, and their metrics."""

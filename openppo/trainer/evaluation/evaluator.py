@@ -6,17 +6,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
-from typing import Any
 
-from openppo import logger
 from openppo.config import EvaluateConfig, EvaluationConfig, RewardConfig
 from openppo.experience.measure import measure_lengths, measure_scores
 from openppo.rewards import Scorer
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
-from openppo.tracking.console import table_lines, write_line
+from openppo.tracking.console import table_lines
 from openppo.tracking.report.run_data import short_names
-from openppo.types import Comm, Ending, Interrupted, Sample
+from openppo.types import Comm, Ending, Sample
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -156,23 +154,6 @@ def evaluation_table(metrics: Mapping[str, float], sources: Sequence[str]) -> li
         values = [metrics.get(prefix + name) for prefix in prefixes.values()]
         rows.append([name, *("-" if value is None else f"{value:.4f}" for value in values)])
     return table_lines(rows, stream=sys.stdout)
-
-
-def evaluate_alone(trainer: Any) -> None:
-    """Evaluate the model of a ``PPOTrainer``, log metrics and print their table, without training."""
-    components = trainer.components
-    with components.trackers:
-        try:
-            metrics = trainer.evaluate()
-        except Interrupted as signal:
-            logger.info("stopped by %s: --val_only has evaluated nothing", signal)
-            return
-        components.trackers.log(trainer.global_step, metrics)
-
-    if components.strategy.is_main:
-        sources = [prompt.task or prompt.source for prompt in components.data.held_out]
-        lines = evaluation_table(metrics, sources)
-        write_line("\n".join(lines), sys.stdout)
 
 
 def _source(sample: Sample) -> str:

@@ -1,1 +1,1 @@
-"""Resume of a run from a checkpoint, and export of a checkpoint as a model."""
+"""Resume of a run from a checkpoint."""

@@ -28,7 +28,7 @@ def trainer_state(trainer: "PPOTrainer") -> dict[str, Any]:
 
 def restore_trainer(trainer: "PPOTrainer", saved: dict[str, Any]) -> bool:
     """Resume from ``saved``, once models and optimizers have their state. Returns ``should_stop``."""
-    vars(trainer.state).update(saved["state"])
+    trainer.state.load_state_dict(saved["state"])
     trainer.source.load_state_dict(saved["source"])
     trainer.maker.load_state_dict(saved["maker"])
     trainer.update.load_state_dict(saved["skipped"])

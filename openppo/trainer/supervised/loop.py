@@ -1,7 +1,7 @@
 """Loop of all supervised training: epochs, exact accumulation, evaluation, reports."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -13,15 +13,13 @@ from openppo import logger
 from openppo.config.train_supervised import SupervisedCommand
 from openppo.datasets import BatchSampler, shuffled
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.strategy.fault_report import MemoryView
+from openppo.strategy.fault_report import ExplainMemory, explain_nothing
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics, PhaseTimer, StepProfiler, Trackers, progress_bar
-from openppo.tracking.phase import current, evaluation, phase
+from openppo.tracking.phase import evaluation, phase
 from openppo.trainer.callbacks import STOPPED_EARLY, StopWhen
 from openppo.trainer.cards.run_card import RunCard
 from openppo.trainer.checkpointer import Checkpointer, ensure_checkpoint_on_save_error, stopped
-from openppo.trainer.memory.estimate import Estimate
-from openppo.trainer.memory.shortage import explain_shortage
 from openppo.trainer.supervised.batches import StepBatch, equal_micro_batches
 from openppo.trainer.supervised.self_check import show_examples
 from openppo.trainer.update import SkippedSteps
@@ -42,7 +40,10 @@ class SupervisedComponents(Generic[Example]):
     trackers: Trackers
     checkpointer: Checkpointer
     stop: StopCheck = field(default_factory=StopCheck)
-    estimate: Estimate | None = None
+    explain_memory: ExplainMemory = explain_nothing
+    """Compares estimated and measured memory in a fault report."""
+    peaks: Mapping[str, int] | None = None
+    """Estimated bytes by phase, None where a model cannot be counted."""
     card: RunCard = field(default_factory=RunCard)
 
 
@@ -82,12 +83,9 @@ class SupervisedTrainer(ABC, Generic[Example]):
         """Metrics of the last step until its ``report`` is complete."""
         self.stopping = StopWhen(config.run.stop_conditions)
         self.should_stop = False
+        self.explain_memory = components.explain_memory
         self.traced = StepProfiler(config.run.save_path, config.tracking, self.comm.rank).phase
         self._shows_next = config.tracking.self_check and self.comm.rank == 0
-
-    def explain_memory(self, phase: str) -> MemoryView:
-        """Memory estimate beside the measured memory, for a report."""
-        return explain_shortage(self.components.estimate, phase)
 
     @staticmethod
     def rows_of(example: Any) -> list[list[int]]:
@@ -158,11 +156,9 @@ class SupervisedTrainer(ABC, Generic[Example]):
         """
         model = self.model
         metrics = Metrics()
-        estimate = self.components.estimate
-        timer = PhaseTimer(self.traced, None if estimate is None else estimate.peaks)
-        current.step = self.global_step + 1
+        timer = PhaseTimer(self.traced, self.components.peaks)
 
-        with timer.phase("step"):
+        with timer.step(self.global_step + 1):
             model.train()
             metrics.add("learning_rate", model.learning_rate, reduce="max")
             batch = self.make_batch(examples)

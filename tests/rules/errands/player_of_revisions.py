@@ -44,9 +44,6 @@ class Echo(Engine):
     def with_weights(self, weights):
         return nullcontext()
 
-    def _drop_all(self):
-        self.waiting = {}
-
 
 class Tokenizer:
     """One id for any text."""

@@ -69,8 +69,7 @@ class ScriptedEngine(Engine):
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, script: Callable[[str], str]) -> None:
-        super().__init__()
-        self.decode = decoder(tokenizer)
+        super().__init__(decode=decoder(tokenizer))
         self.tokenizer, self.script = tokenizer, script
         self.journal: list[tuple[list[int], list[int]]] = []
         self.submitted: list[tuple[SamplingParams, int, int | None]] = []
@@ -120,9 +119,6 @@ class ScriptedEngine(Engine):
 
     def with_weights(self, weights: Any) -> Any:
         raise NotImplementedError
-
-    def _drop_all(self) -> None:
-        self.running.clear()
 
 
 MakeSampler = Callable[..., Plays]

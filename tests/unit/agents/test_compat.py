@@ -71,7 +71,7 @@ def test_a_loop_of_ones_own_generates_and_takes_ppo_steps(chat_tokenizer, parque
             drive(server, dataset, engine, BATCH)
             barrier.wait()  # a batch is there: the weights may change
             barrier.wait()  # they have changed
-            engine.version += 1
+            engine.use_version(engine.version + 1)
 
     fetching = threading.Thread(target=fetch)
     fetching.start()

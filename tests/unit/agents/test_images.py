@@ -228,8 +228,8 @@ def test_what_is_sampled_after_images_is_what_training_computes(vision):
     model = llava().eval()
     model.config.image_token_id = model.config.image_token_index = vision.token_ids[0]
     model.resize_token_embeddings(len(vision.tokenizer))
-    engine = HFEngine(model, [vision.tokenizer.eos_token_id], 0, 2)
-    engine.sampled_ids = SampledIds(tuple(range(i, i + 1) for i in vision.token_ids))
+    ids = SampledIds(tuple(range(i, i + 1) for i in vision.token_ids))
+    engine = HFEngine(model, [vision.tokenizer.eos_token_id], 0, 2, sampled_ids=ids)
 
     async def solve(task: EpisodeInput, session: Session) -> float:
         turn = await session.chat(shows(RED))

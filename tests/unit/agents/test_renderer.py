@@ -12,9 +12,9 @@ from openppo.agents.build import AgentPlayer
 from openppo.agents.renderer import Renderer
 from openppo.agents.tool_agent import ToolAgent
 from openppo.agents.tools import load_tools
+from openppo.build.policy_inputs import load_policy_tokenizer
 from openppo.config import RowsConfig
 from openppo.config.agents import AgentConfig
-from openppo.trainer.policy_inputs import load_policy_tokenizer
 from openppo.types import Completion, FinishReason
 from tests.unit.agents.real_templates import trl_templates
 from tests.unit.agents.test_bridge import TOOLS, byte_tokenizer, with_template

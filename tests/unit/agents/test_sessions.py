@@ -61,7 +61,7 @@ async def three_turns(task: Any, session: Any) -> float:
 
 def test_each_turn_continues_recorded_ids(make_sampler, chat_tokenizer):
     sampler = make_sampler(three_turns, lambda prompt: "<think>hm</think>yes")
-    sampler.engine.version = 7
+    sampler.engine.use_version(7)
     [sample], metrics = play(sampler)
     [segment] = sample.segments
     journal = sampler.engine.journal
@@ -142,7 +142,7 @@ def test_a_request_of_no_whole_number_of_tokens_ends_its_episode_alone(make_samp
 
 def test_an_episode_whose_turns_nobody_received_is_an_error(make_sampler):
     async def ask(task: Any, session: Any) -> float:
-        (await session.chat(task.messages)).trained = False
+        (await session.chat(task.messages)).exclude_from_training()
         return 1.0
 
     sampler = make_sampler(ask, lambda prompt: "yes")

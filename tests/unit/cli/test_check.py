@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from openppo.build import machine
+from openppo.build.machine import Finding, tiny_step
 from openppo.cli import check
 from openppo.config import CheckConfig
-from openppo.trainer import machine
-from openppo.trainer.machine import Finding, tiny_step
 from tests.fork_server import PYTHON_PATH
 
 

@@ -10,9 +10,9 @@ import pytest
 from openppo.cli.evaluate import build
 from openppo.cli.options import parse_options
 from openppo.config import EvaluateConfig
+from openppo.jobs.evaluate import EvaluateJob
 from openppo.rollout.failures import NothingTrainedError
 from openppo.trainer.evaluation.evaluator import evaluation_table
-from openppo.trainer.evaluation.generation import EvaluateJob
 
 REWARD = """
 def reward_fn(response, label, source):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from openppo.jobs.export import find_checkpoint
 from openppo.trainer.checkpointer import stopped
-from openppo.trainer.resume.export import find_checkpoint
 
 
 def write_checkpoint(folder: Path, **state: Any) -> Path:

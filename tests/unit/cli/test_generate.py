@@ -13,8 +13,9 @@ from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
 from openppo.cli.options import parse_options
 from openppo.config import GenerateConfig
-from openppo.trainer.evaluation import generation
-from openppo.trainer.evaluation.generation import GenerateJob, write_rows
+from openppo.jobs import prompts
+from openppo.jobs.generate import GenerateJob
+from openppo.jobs.prompts import write_rows
 from openppo.types import SingleProcess
 from tests.unit.rollout.test_decode_graphs import RunsAgain
 
@@ -124,7 +125,7 @@ def test_recorded_steps_give_the_same_lines(generate, monkeypatch):
     for check in ("off", "on"):
         recorder = RunsAgain()
         monkeypatch.setattr(
-            generation, "choose_recorder", lambda *given, recorder=recorder: lambda: recorder
+            prompts, "choose_recorder", lambda *given, recorder=recorder: lambda: recorder
         )
         assert generate("--engine_check", check) == lines
         n_recorded.append(recorder.n_recorded)

@@ -167,6 +167,9 @@ def test_a_flag_may_be_written_in_several_ways(arguments, name, value):
         ("--xyzzy", "unknown flag --xyzzy; see --help for all options."),
         ("--config", "--config needs a file: --config FILE.yaml"),
         ("--config none.yaml", "--config none.yaml: [Errno 2] No such file"),
+        ("--recipe", "--recipe needs a name: dapo, dr_grpo, glm5_async, grpo, gspo, ppo."),
+        ("--recipe dappo", "--recipe dappo: there is no such recipe; did you mean dapo?"),
+        ("--recipe raft", "--recipe raft: there is no such recipe; there are dapo, "),
     ],
 )
 def test_an_unknown_flag_is_an_error_with_the_nearest_name(flag, message):

@@ -5,8 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -107,12 +106,13 @@ def test_errors_before_training_are_written_for_the_launcher(
 def test_out_of_memory_the_watch_can_say_what_each_model_takes(line, run_line, monkeypatch):
     for trainer in ("ppo.PPOTrainer", "supervised.loop.SupervisedTrainer"):
         monkeypatch.setattr(f"openppo.trainer.{trainer}.fit", lambda self: sys.exit(0))
-    watch: Any = SimpleNamespace(explain_memory=None)
+    watch = Mock()
     monkeypatch.setattr(
         "openppo.strategy.watchdog.Watchdog", lambda *given, how_to_resume: nullcontext(watch)
     )
     assert run_line(line).code == 0
-    explained = "\n".join(watch.explain_memory("training").lines)
+    (explain,) = watch.explain_memory_with.call_args.args
+    explained = "\n".join(explain("training").lines)
     assert re.search(r"(actor|model) 0 MiB", explained), explained
 
 
@@ -126,7 +126,7 @@ def test_out_of_memory_the_watch_can_say_what_each_model_takes(line, run_line, m
 )
 def test_each_model_goes_without_padding_where_it_can(line, roles, run_line, monkeypatch):
     tried: list[str] = []
-    for module in ("trainer.models", "trainer.supervised.build", "rewards.build"):
+    for module in ("build.models", "build.supervised", "rewards.build"):
         monkeypatch.setattr(
             f"openppo.{module}.pack_where_exact", lambda *given, name: tried.append(name)
         )

@@ -6,9 +6,9 @@ import os
 import datasets
 import pytest
 
+from openppo.build.row_loading import once_per_host
 from openppo.config import PPODataConfig, SupervisedConfig
 from openppo.datasets import tokenization
-from openppo.trainer.row_loading import once_per_host
 from openppo.types import SingleProcess
 from tests.unit.datasets.loaders import ENDS_IN_EOS, WITH_CHAT, load, turns
 

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from openppo.config import TrainPPOConfig, flat_dict, from_options
+from openppo.config.resolved import Resolved
 from openppo.experience import ExperienceMaker, ReplayBuffer
 from openppo.experience.hooks import Hooks
 from openppo.experience.replay_buffer import join_rows
@@ -460,3 +461,20 @@ def test_actions_that_are_never_sampled_are_refused(token_id, why, make_sample):
     )
     samples[1] = with_last(samples[1], action_mask=[False, False, True, False, True])
     assert len(made.make(samples, Metrics())) == 2, "others may read it"
+
+
+@pytest.mark.parametrize(("tokens", "most_rows"), [(None, 5), (1, 1)])
+def test_the_sizes_that_a_run_has_resolved_bound_its_forwards(samples, tokens, most_rows):
+    rows = []
+
+    def actor(inputs, *args, **kwargs):
+        rows.append(len(inputs))
+        return MODELS["actor"](inputs, *args, **kwargs)
+
+    one = maker({"actor": actor}, micro_rollout_batch_size=5, old_log_probs="recompute")
+    resolved = Resolved(micro_train_tokens=None, micro_rollout_tokens=tokens, shares_prompts=False)
+    one.hooks = Hooks(resolved=resolved)
+    one.make(samples, Metrics())
+    assert max(rows) <= most_rows
+    assert sum(rows) == len(samples)
+    assert (len(rows) == len(samples)) == (tokens == 1)

@@ -388,7 +388,8 @@ def test_flash_attention_gets_lengths_once_and_no_mask(saved, monkeypatch):
 
     monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", flash)
     actor = Actor(load(saved))
-    actor.model.config._attn_implementation, actor.packs_rows = "flash_attention_2", True
+    actor.model.config._attn_implementation = "flash_attention_2"
+    actor.use_packing(True)
     actor(ModelInputs(IDS, torch.arange(20) < torch.tensor([20, 1, 7])[:, None]))
     (mask, starts, same, *longest), other = seen
     assert mask is None and starts is same is other[1] and longest == [20, 20]

@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from openppo.config import MergeLoRAConfig
+from openppo.jobs.merge_lora import LoRAMerge
 from openppo.models import Actor, get_llm_for_sequence_regression
 from openppo.models.attention import use_fast_attention
-from openppo.models.merge_lora import LoRAMerge
 from openppo.models.prefixes import share_where_exact
 from openppo.models.scalar_head import ScalarHeadModel, classifier_of
 from openppo.models.size import model_size
@@ -59,7 +59,8 @@ def same_after_saving(model: Any, folder: Path, file: str = "config.json", **exp
 
 def shares_prompts(actor: Actor) -> bool:
     share_where_exact(actor, actor, CPU, "actor")
-    shares, actor.shares_prompts = actor.shares_prompts, False
+    shares = actor.shares_prompts
+    actor.use_sharing(False)
     return shares
 
 

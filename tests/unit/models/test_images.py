@@ -68,8 +68,8 @@ def by_transformers(model, ids, items):
 
 def test_engine_actor_and_transformers_agree(family, model):
     prompts, media = prompts_of(family, 1, 0, 3, 1)
-    engine = HFEngine(model, [], 0, 3)  # the fourth enters while others are decoded
-    engine.sampled_ids = SAMPLED
+    # The fourth enters while others are decoded.
+    engine = HFEngine(model, [], 0, 3, sampled_ids=SAMPLED)
     with engine.with_weights(WholeWeights(model)):
         requests = [TokenIds(*prompt) for prompt in zip(prompts, media, strict=True)]
         sampled = engine.generate(requests, SamplingParams(7), [1, 2, 3, 4])
@@ -78,7 +78,7 @@ def test_engine_actor_and_transformers_agree(family, model):
     ]
     inputs = ModelInputs.of_ids(rows, pad_token_id=0).with_media(media)
     actor = Actor(model)
-    actor.sampled_ids = SAMPLED
+    actor.normalize_over(SAMPLED)
     log_probs = actor(inputs)
     for i, (row, prompt, completion) in enumerate(zip(rows, prompts, sampled, strict=True)):
         logits, ids = by_transformers(model, row, media[i]), torch.tensor(row[1:])[:, None]
@@ -106,8 +106,7 @@ def test_turns_that_continue_a_conversation_with_images_read_only_what_is_new(fa
 
     found = {}
     for keeps in (True, False):
-        engine = HFEngine(model, [], 0, 4)
-        engine.sampled_ids = SAMPLED
+        engine = HFEngine(model, [], 0, 4, sampled_ids=SAMPLED)
         with engine.with_weights(WholeWeights(model)):
             (one, text) = finish(
                 engine, [first, [7, 8, 9]], [tuple(items[:1]), ()], [None, None], [1, 2]
@@ -203,12 +202,12 @@ def test_a_batch_without_images_runs_the_tower_for_a_stand_in(family, model):
     inputs = ModelInputs.of_ids([[*text, 7]], pad_token_id=0)
     actor = Actor(model)
     expected = actor(inputs)
-    actor.stand_in = Prompt("", prompt, media=items)
+    actor.use_stand_in(Prompt("", prompt, media=items))
     found = actor(inputs)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     found.sum().backward()
     assert all(p.grad is not None for name, p in actor.named_parameters() if "patch_embed" in name)
-    actor.stand_in = None
+    actor.use_stand_in(None)
     expected.sum().backward()  # adds the same again: the stand-in's own gradient is zero
     assert all(
         p.grad.abs().max() == 0 for name, p in actor.named_parameters() if "patch_embed" in name

@@ -17,11 +17,11 @@ from peft import (
 )
 from transformers import AutoModelForCausalLM
 
+from openppo.build.checks.adapters import check_adapters
 from openppo.config import LoRAConfig
 from openppo.models import Actor, get_llm_for_sequence_regression
 from openppo.models.adapters import AdapterOffReference
 from openppo.models.pretrained import check_model, load_tokenizer
-from openppo.trainer.adapter_check import check_adapters
 from openppo.types import ModelInputs, SingleProcess
 
 ROWS = [[5, 9, 2, 17, 30, 8, 2], [11, 2, 3], [7, 21, 38, 4, 2]]

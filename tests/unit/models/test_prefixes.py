@@ -204,7 +204,7 @@ def test_log_probs_entropy_and_gradient_are_those_of_separate_rows(name):
     assert actor.shares_prompts
     seen = Tokens(actor.model)
     ours, gradient = actor_outputs(actor, ROWS)
-    actor.shares_prompts = False
+    actor.use_sharing(False)
     theirs, expected = actor_outputs(actor, ROWS)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
@@ -230,7 +230,7 @@ def test_values_are_those_of_separate_rows():
     assert critic.shares_prompts
     inputs = ModelInputs.of_ids(ROWS, pad_token_id=0)
     found, mask = critic(inputs), inputs.attention_mask
-    critic.shares_prompts = False
+    critic.use_sharing(False)
     torch.testing.assert_close(found[mask], critic(inputs)[mask], rtol=1e-4, atol=1e-5)
 
 
@@ -239,7 +239,7 @@ def test_bfloat16_differs_by_its_rounding_only():
     share_where_exact(actor, actor, CPU, "actor")
     assert actor.shares_prompts
     ours, gradient = actor_outputs(actor, ROWS)
-    actor.shares_prompts = False
+    actor.use_sharing(False)
     theirs, expected = actor_outputs(actor, ROWS)
     exact, _ = actor_outputs(Actor(model_of(SHARING["llama"])), ROWS)
     bound = 2 * float((theirs[0] - exact[0]).abs().max())
@@ -298,7 +298,7 @@ def test_other_attention_is_not_tried(caplog):
 
 def test_rows_that_share_little_are_not_shared():
     actor = Actor(model_of(SHARING["llama"]))
-    actor.shares_prompts = True
+    actor.use_sharing(True)
     seen, rows = Tokens(actor.model), [tokens(40) for _ in range(4)]
     actor_outputs(actor, rows)
     actor_outputs(actor, [*rows, [*rows[0][:16], *tokens(24)]])
@@ -307,7 +307,7 @@ def test_rows_that_share_little_are_not_shared():
 
 def test_a_training_step_reads_a_prompt_once_for_each_group():
     actor, rows = Actor(model_of(SHARING["llama"])), groups_of(4, 4, prompt=30)
-    actor.shares_prompts = True
+    actor.use_sharing(True)
     buffer = ReplayBuffer(shares_prompts=True)
     for row in rows:
         inputs = ModelInputs.of_ids([row], pad_token_id=0)
@@ -358,7 +358,8 @@ def test_a_budget_counts_all_tokens_of_its_rows_whatever_of_them_is_shared():
     assert [sum(len(rows[i]) for i in batch) for batch in plan] == [120, 80, 120, 80]
     unequal = [tokens(900) + tokens(50)] * 8 + [tokens(1000)] + [tokens(20) for _ in range(100)]
     actor = Actor(model_of(SHARING["llama"]))
-    actor.shares_prompts, seen = True, Tokens(actor.model)
+    actor.use_sharing(True)
+    seen = Tokens(actor.model)
     for batch in shared_plan(unequal, 1, MicroBatchSize(1, tokens=3000))[0]:
         actor(ModelInputs.of_ids([unequal[i] for i in batch], pad_token_id=0))
     assert max(seen.counts) <= 3000, "no row is padded where that is more"

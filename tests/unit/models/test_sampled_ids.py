@@ -105,7 +105,8 @@ def test_labels_that_are_left_out_spoil_no_gradient_of_others():
 @pytest.mark.parametrize("ends_in_head", [True, False])
 def test_an_actor_leaves_ids_out_unless_it_is_to_read_given_texts(models, ends_in_head):
     actor = Actor(models["llama"], temperature=0.7)
-    actor.ends_in_head, actor.sampled_ids = ends_in_head, SampledIds((range(5, 6), range(20, 24)))
+    actor.ends_in_head = ends_in_head
+    actor.normalize_over(SampledIds((range(5, 6), range(20, 24))))
     sequences = torch.tensor([[1, 2, 3, 4, 19], [5, 3, 22, 6, 7]])
     mask, actions = (
         torch.ones_like(sequences).bool(),

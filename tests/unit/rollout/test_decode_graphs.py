@@ -110,7 +110,7 @@ def test_three_rollouts_record_once_while_weights_stay_where_they_are(models, pr
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.2)
-        mine.version = version
+        mine.use_version(version)
         seeds = range(100 * version, 100 * version + len(prompts))
         with mine.with_weights(WHOLE):
             found = mine.generate([TokenIds(ids) for ids in prompts], PARAMS, seeds)
@@ -134,7 +134,8 @@ def test_recorded_steps_are_dropped_where_they_cannot_stay(models, prompts, why,
         for _ in range(3):
             mine.step()
         if why == "moved while it samples":
-            model.lm_head.weight.data, mine.version = model.lm_head.weight.data.clone(), 1
+            model.lm_head.weight.data = model.lm_head.weight.data.clone()
+            mine.use_version(1)
             mine.step()
             mine.step()
             assert recorder.n_recorded == 2

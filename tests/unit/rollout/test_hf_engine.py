@@ -29,9 +29,13 @@ WHOLE: Any = SimpleNamespace(
 )  # weights of the module itself
 
 
+def text_of(ids):
+    return "".join(chr(ord("a") + i) for i in ids)
+
+
 def engine_of(model, eos=EOS_IDS, pad=0, batch=8):
     """An engine with the settings that most claims share."""
-    return HFEngine(model, eos, pad, batch)
+    return HFEngine(model, eos, pad, batch, decode=text_of)
 
 
 def sampled(engine, prompts, params=SAMPLED):
@@ -185,7 +189,6 @@ def test_unequal_requests_that_enter_while_others_run_get_what_they_get_alone(
     alone = []
     for batch, at_once in ((8, 1), (8, 27), (2, 1), (5, 3)):
         engine, numbers, done = engine_of(model, batch=batch), [], {}
-        engine.decode = lambda ids: "".join(chr(ord("a") + i) for i in ids)
         alone = alone or [
             engine.generate([TokenIds(prompt)], params, [seed])[0]
             for prompt, params, seed in requests

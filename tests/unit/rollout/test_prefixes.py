@@ -234,7 +234,7 @@ def test_keys_of_old_weights_are_never_resumed(models, how):
             engine.step()
         if how != "with_weights again":
             model.load_state_dict(others.state_dict())
-            engine.version += 1
+            engine.use_version(engine.version + 1)
             if how == "while a row is decoded":
                 [completion] = finish(engine, [number])
                 ids, handle = [3, 4, 5, 6, 7, *completion.token_ids], completion.parked

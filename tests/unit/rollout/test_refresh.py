@@ -71,7 +71,7 @@ def test_requests_under_way_continue_with_the_new_weights(model, prompts, way):
     ]
     for version in range(3):
         train(model, version)
-        engine.version = version
+        engine.use_version(version)
         if way == "between two":
             with engine.with_weights(WHOLE):
                 steps(7)
@@ -93,7 +93,7 @@ def test_nothing_kept_survives_new_weights(model, prompts):
     )
     longer = [[*prompt, *each.token_ids, 3] for prompt, each in zip(prompts, first, strict=True)]
     train(model, 1)
-    engine.version = 1
+    engine.use_version(1)
     again = [
         engine.submit(TokenIds(p), PARAMS, 9, continue_from=e.parked)
         for p, e in zip(longer, first, strict=True)
@@ -132,7 +132,7 @@ def test_requests_outlive_the_work_as_leave_says(model, driver, prompts, leave):
     driver.drive(until(driver, 6), leave=leave)
     assert driver.engine.busy == (leave == "continue")
     train(model, 1)
-    driver.engine.version = 1
+    driver.engine.use_version(1)
 
     async def rest() -> list[Completion]:
         return await asyncio.gather(*map(asyncio.wrap_future, answers))
@@ -193,7 +193,7 @@ def test_sessions_keep_their_history_over_syncs(model, driver, leave, n_sessions
     ]
     for version in range(n_syncs):
         train(model, version)
-        driver.engine.version = version
+        driver.engine.use_version(version)
         driver.drive(until(driver, 9), leave=leave)
     going.on = False
 

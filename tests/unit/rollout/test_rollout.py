@@ -36,7 +36,7 @@ class RecordingEngine(InstantEngine):
 
     def __init__(self, version=0):
         super().__init__()
-        self.version = version
+        self.use_version(version)
         self.prompts: list[Sequence[int]] = []
         self.seeds: list[int] = []
 

@@ -173,8 +173,7 @@ def text_of(ids):
 
 
 def sampled(model, prompts, params, eos=()):
-    engine = HFEngine(model, eos, 0, 3)
-    engine.decode = text_of
+    engine = HFEngine(model, eos, 0, 3, decode=text_of)
     return engine.generate([TokenIds(ids) for ids in prompts], params, range(50, 50 + len(prompts)))
 
 
@@ -220,8 +219,7 @@ def test_nothing_ends_a_response_before_the_least_length(models):
     )
     lengths = set()
     for seed in range(12):
-        engine = HFEngine(model, ends[:3], 0, 1)
-        engine.decode = text_of
+        engine = HFEngine(model, ends[:3], 0, 1, decode=text_of)
         [ours] = engine.generate([TokenIds([3, 4])], params, [seed])
         uniforms, ids = request_uniforms(seed, 8).tolist(), []
         for uniform, log_prob in zip(uniforms, ours.log_probs, strict=False):

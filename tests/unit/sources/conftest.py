@@ -32,7 +32,7 @@ class IdleEngine(Engine):
     def submit(self, *_: Any, **__: Any) -> int:
         raise NotImplementedError
 
-    cancel = step = with_weights = _drop_all = submit  # type: ignore[assignment]
+    cancel = step = with_weights = submit  # type: ignore[assignment]
 
 
 class StubPlayer:

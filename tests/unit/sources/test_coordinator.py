@@ -83,7 +83,7 @@ def test_batches_come_in_order_and_no_further_than_the_gate_allows(task):
             coordinator.want_batch(coordinator.buffer.batch)
             trained += numbers(coordinator.wait_for_batch(GO)[0])
             assert len({group for group, *_ in stub.asked}) <= (1 + version + 1) * 2
-            stub.driver.engine.version = version + 1
+            stub.driver.engine.use_version(version + 1)
             coordinator.advance(version + 1, synced=True)
         assert sorted(trained) == trained == list(range(8))
         assert coordinator.buffer.counts["trained"] == 8
@@ -126,7 +126,7 @@ def test_groups_that_grew_old_before_a_batch_was_wanted_are_replaced(task):
         assert numbers(coordinator.wait_for_batch(GO)[0]) == [0, 1]
         while coordinator.buffer.running:
             time.sleep(0.01)
-        stub.driver.engine.version = 2
+        stub.driver.engine.use_version(2)
         coordinator.advance(2, synced=True)
         coordinator.want_batch(
             coordinator.buffer.batch
@@ -287,7 +287,7 @@ def test_groups_that_trainers_find_useless_are_replaced(task):
         assert numbers(coordinator.wait_for_batch(GO)[0]) == [2]
         assert coordinator.buffer.counts["trained"] == 2
         assert coordinator.buffer.counts["filtered"] == 1
-        stub.driver.engine.version = 1
+        stub.driver.engine.use_version(1)
         coordinator.advance(1, synced=True)
         coordinator.want_batch(2)
         assert numbers(coordinator.wait_for_batch(GO)[0]) == [3, 4], "a run of four needs a fifth"
@@ -328,7 +328,7 @@ def test_groups_of_a_checkpoint_may_be_too_old(task):
             time.sleep(0.01)
         state = coordinator.state_dict()
     with working(task, batch=1, max_staleness=0) as (resumed, (stub,), _):
-        stub.driver.engine.version = 1
+        stub.driver.engine.use_version(1)
         resumed.load_state_dict(state)
         resumed.advance(1, synced=True)
         resumed.want_batch(resumed.buffer.batch)
@@ -392,7 +392,7 @@ def test_a_resumed_coordinator_plays_what_was_under_way_again(task):
         assert numbers(coordinator.wait_for_batch(GO)[0]) == [3, 5]
         state = coordinator.state_dict()
     with working(task, max_staleness=2) as (resumed, (stub,), _):
-        stub.driver.engine.version = 2
+        stub.driver.engine.use_version(2)
         resumed.load_state_dict(state)
         resumed.advance(2, synced=True)
         assert resumed.buffer.room() == (2 + 2 + 1) * 2 - resumed.buffer.accepted

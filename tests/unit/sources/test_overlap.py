@@ -45,7 +45,7 @@ def play(dataset, group, *scores, versions=(0, 0)):
         dataset.put_batch(
             [request], [Completion([7, 8], [-0.5] * 2, list(versions), FinishReason.STOP)]
         )
-        request.received = True
+        asyncio.run(request.receive())
         dataset.notify_score(request.request_id, score, 1)
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
+from openppo.build.summary import model_role
 from openppo.config import AdamConfig, DeepSpeedConfig, TrainSFTConfig, from_options
 from openppo.strategy import DeepspeedStrategy, compilation
 from openppo.strategy import deepspeed as strategies
 from openppo.strategy.compilation import compile_layers, compiles_by_default, missing_tool, obstacle
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.resume.compatible import check_compatible
-from openppo.trainer.summary import model_role
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from openppo.config import AdamConfig, DeepSpeedConfig, MergeLoRAConfig
+from openppo.jobs.merge_lora import LoRAMerge
 from openppo.models import Actor
-from openppo.models.merge_lora import LoRAMerge
 from openppo.processor_files import copy_processor
 from openppo.strategy import DeepspeedStrategy, trainable_model
 from openppo.strategy.saving import save_model, save_tokenizer

@@ -40,7 +40,7 @@ with Watchdog(RunConfig(heartbeat_timeout=5), current, {}):
 """
 CANNOT_REPORT = """
 with Watchdog(RunConfig(), current, {}) as watchdog:
-    watchdog.explain_memory = look_failed
+    watchdog.explain_memory_with(look_failed)
     raise MemoryError("of the user")
 """
 CASES = {

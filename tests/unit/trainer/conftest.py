@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker
 from openppo.experience.hooks import Hooks
+from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.rollout.driver import EngineDriver
 from openppo.rollout.players import ResponsePlayer
 from openppo.sources.groups import GroupPlayer
@@ -23,8 +24,8 @@ from openppo.sources.task import Task
 from openppo.tracking import PhaseTimer, StepProfiler, Trackers
 from openppo.trainer import PPOTrainer
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.data import RunData
 from openppo.trainer.evaluation.evaluator import Grading
+from openppo.trainer.run_data import RunData
 from openppo.types import (
     Experience,
     Interrupted,
@@ -246,13 +247,17 @@ def trainer_of(answer, given, held_out=(), score=None, comm=None, callbacks=(), 
         held_out=list(held_out),
         scorer=Scorer(score) if score else Scorer(),
     )
+    maker = ExperienceMaker(policy, None, None, config, comm, CPU, 0, hooks)
     parts = PPOComponents(
         strategy=Strategy(comm=comm),
         tokenizer=SimpleNamespace(decode=lambda ids, **_: ""),
         actor=policy,
         critic_step=None,
         engine=Engine(answer),
-        maker=ExperienceMaker(policy, None, None, config, comm, CPU, 0, hooks),
+        maker=maker,
+        replay_buffer=ReplayBuffer(
+            comm, normalizes=maker.estimator.normalizes(config.advantage.normalize_advantages)
+        ),
         data=RunData([task], [], {}, longest=0),
         grading=Grading(comm),
         trackers=Trackers([record]),

@@ -16,6 +16,7 @@ from openppo.trainer.callbacks import (
     check_metric,
     restore_callbacks,
 )
+from openppo.trainer.step_end import reporting
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
 
@@ -55,6 +56,14 @@ def test_early_stopping_ends_after_patience_reports_without_gain(
     curve, patience, mode, min_delta, expected
 ):
     assert stopped_after(EarlyStopping("eval_reward", patience, mode, min_delta), curve) == expected
+
+
+def test_a_users_callback_sees_the_evaluation_and_comes_before_log_and_checkpoint():
+    mine = Callback()
+    names = [type(callback).__name__ for callback in reporting([mine])]
+    assert names[:3] == ["ShowSamples", "Evaluate", "KeepBest"]
+    assert reporting([mine])[3] is mine
+    assert names[4:] == ["AgreeOnStopping", "Log", "SaveCheckpoint"]
 
 
 def test_early_stopping_refuses_arguments_that_cannot_work():

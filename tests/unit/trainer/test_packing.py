@@ -272,7 +272,7 @@ def test_an_unpadded_forward_asks_its_device_for_no_size(role, samples, monkeypa
     if role != "actor":
         classifier = model_of("llama", BY_LENGTHS, auto=AutoModelForSequenceClassification)
         model, given = ScalarHeadModel(classifier, role), samples[:1]
-    model.to("meta").packs_rows = True
+    model.to("meta").use_packing(True)
     outputs = model(*given)
     outputs.sum().backward()
     assert (outputs.device.type, outputs.shape) == ("meta", (5,) if role == "reward" else (5, 7))

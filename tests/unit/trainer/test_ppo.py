@@ -205,7 +205,8 @@ def test_a_run_that_fails_closes_its_trackers_and_raises_what_ended_it():
 def test_a_signal_drops_the_step_under_way_and_saves_the_state_of_the_last(at, steps_done):
     """Two places of a step: before sampling, and when its scores are awaited."""
     trainer, record = ppo(5)
-    trainer.components.stop = stop = StopIn(at)
+    stop = StopIn(at)
+    trainer.components = dataclasses.replace(trainer.components, stop=stop)
     object.__setattr__(trainer.maker.hooks, "stop", stop)
     before = torch.get_rng_state()
     trainer.fit()
@@ -312,7 +313,7 @@ def test_a_list_of_the_batches_of_a_game_without_end_ends():
 
 def test_a_run_whose_evaluations_pass_nothing_ends_with_a_warning(caplog):
     trainer, _ = ppo(2, evaluates=True, pass_reward=1e6)
-    trainer.components.grading = Grading(trainer.comm, 1e6)
+    trainer.components = dataclasses.replace(trainer.components, grading=Grading(trainer.comm, 1e6))
     trainer.components.data.tasks[0].held_out.append(PROMPTS[3])
     trainer.fit()
     warnings = [

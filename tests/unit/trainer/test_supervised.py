@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from openppo.build import summary
+from openppo.build.supervised_data import load_train_and_eval
 from openppo.config import TrainPRMConfig, TrainRMConfig, TrainSFTConfig, from_options
 from openppo.datasets import PreferenceExample, ProcessExample
 from openppo.models.scalar_head import ProcessRewardModel, ScalarHeadModel
 from openppo.tracking import Metrics, Trackers
 from openppo.tracking.phase import current
-from openppo.trainer import summary
-from openppo.trainer.supervised.data import load_train_and_eval
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer
 from openppo.trainer.supervised.trainers import ProcessRewardTrainer, RewardModelTrainer
 from openppo.types import ModelInputs, SingleProcess

@@ -1,0 +1,1 @@
+"""Checks of options, models and objects before weights are loaded."""
