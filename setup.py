@@ -57,7 +57,7 @@ setup(
     ],
     python_requires=">=3.11",
     packages=find_packages(include=["openppo", "openppo.*"]),
-    package_data={"": ["py.typed", "**/*.html", "**/*.css", "**/*.js"]},
+    package_data={"": ["py.typed", "**/*.html", "**/*.css", "**/*.js", "**/*.yaml"]},
     entry_points={"console_scripts": ["openppo=openppo.__main__:main"]},
     install_requires=[
         "torch>=2.11",  # tested with 2.11 and 2.13

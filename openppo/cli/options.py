@@ -27,12 +27,19 @@ from openppo.cli.versions import print_versions
 from openppo.config import Options, RunConfig, TrainPPOConfig, flat_dict
 from openppo.config.fields import KEY_FROM_ELSEWHERE, SPELLINGS, declared_options
 from openppo.config.foreign import shown_in_help
+from openppo.config.recipe_files import recipe_file, recipe_names
 from openppo.config.training import TrainingConfig
 from openppo.strategy.launcher_summary import is_summarized, record_cause
 
 _SECONDS_FOR_FIRST_RANK = 20
 """Time for the first rank to print its error and leave, seconds on a loaded machine."""
 _ABOUT_FILES = "--config FILE.yaml reads 'option: value' lines, as logs/config.yaml has them; flags override them."
+_ABOUT_RECIPES = f"--recipe NAME reads those of an algorithm first: {', '.join(recipe_names())}."
+_NEEDS_FILE = {
+    "--config": "--config needs a file: --config FILE.yaml.",
+    "--recipe": f"--recipe needs a name: {', '.join(recipe_names())}.",
+}
+"""Messages for these options without a value."""
 _OF_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 _ALONE = {
@@ -122,10 +129,12 @@ def _run(config: Options, build: str) -> None:
         except ValueError as error:
             watchdog.refuse(str(error))
 
-        watchdog.explain_memory = getattr(job, "explain_memory", watchdog.explain_memory)
-        watchdog.saves_on_signal = isinstance(config, TrainingConfig)
+        if hasattr(job, "explain_memory"):
+            watchdog.explain_memory_with(job.explain_memory)
+        if isinstance(config, TrainingConfig):
+            watchdog.save_on_signal()
         job.fit()
-        watchdog.saves_on_signal = False
+        watchdog.end_on_signal()
         job.close()
 
 
@@ -176,16 +185,18 @@ def _status(ended: SystemExit) -> int:
 
 
 def parse_options(config_type: type[Config], arguments: Sequence[str], *markers: Any) -> Config:
-    """Parse a command line; options of ``--config FILE.yaml`` come first, so that the command line wins.
+    """Parse a command line, which wins over ``--config FILE.yaml``, and that over ``--recipe NAME`` of train_ppo.
 
     ``markers`` are further ones of ``tyro.conf``.
     """
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     files.add_argument("--config", type=Path)
+    if config_type is TrainPPOConfig:
+        files.add_argument("--recipe")
     try:
         parsed, words = files.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        raise ValueError("--config needs a file: --config FILE.yaml.") from error
+        raise ValueError(_NEEDS_FILE[error.argument_name or "--config"]) from error
 
     words, notices = without_foreign_flags(words, all_of_them=config_type is TrainPPOConfig)
     known = declared_options(config_type)
@@ -194,6 +205,8 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
         refuse_overrides(words, known)
     if parsed.config:
         words = [*_arguments_of_file(parsed.config, known), *words]
+    if config_type is TrainPPOConfig and parsed.recipe:
+        words = [*_arguments_of_file(recipe_file(parsed.recipe), known), *words]
     words, readings = with_our_values(words)
 
     is_first_rank = _local_rank() == 0
@@ -209,11 +222,20 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
             config_type,
             args=words,
             prog=program,
-            description=f"{config_type.__doc__}\n{_ABOUT_FILES}\n\n{shown_in_help(known)}".rstrip(),
+            description=_description(config_type),
             use_underscores=True,
             config=(tyro.conf.OmitArgPrefixes, *markers),
             console_outputs=is_first_rank,
         )
+
+
+def _description(config_type: type[Options]) -> str:
+    """Return the head of the help page: the command, and where options may be written."""
+    lines = [config_type.__doc__, _ABOUT_FILES]
+    if config_type is TrainPPOConfig:
+        lines.append(_ABOUT_RECIPES)
+    head = "\n".join(filter(None, lines))
+    return f"{head}\n\n{shown_in_help(declared_options(config_type))}".rstrip()
 
 
 def _completed(words: Iterable[str], known: Iterable[str]) -> list[str]:
