@@ -84,7 +84,7 @@ def cases() -> Iterator[tuple[str, int, dict[str, Any]]]:
         1,
         {**SHORT, "zero_stage": 2, "gradient_checkpointing": True},
     )
-    offloaded = {"zero_stage": 2, "adam_offload": True, "enable_ema": True}
+    offloaded = {"zero_stage": 2, "adam_offload": True, "ema_beta": 0.992}
     yield "float32, ZeRO-2, Adam offloaded, EMA", 2, SHORT | offloaded
     grpo = {"advantage_estimator": "group_norm", "n_samples_per_prompt": 4, "rollout_batch_size": 8}
     yield "float32, ZeRO-2, group_norm", 1, {**SHORT, "zero_stage": 2, **grpo}

@@ -18,7 +18,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "uncompiled": ("--compile", "off"),
     "unfused": ("--fused_kernels", "off"),
     "ZeRO-3": ("--zero_stage", "3"),
-    "EMA": ("--enable_ema",),
+    "EMA": ("--ema_beta", "0.992"),
     "offload_idle": ("--offload_idle",),
     "graphs on": ("--cuda_graphs", "on"),
     "graphs off": ("--cuda_graphs", "off"),

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import typing
 from importlib import import_module
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -18,7 +17,8 @@ from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
 from openppo.__main__ import commands
-from openppo.config.fields import declared_options, is_group
+from openppo.cli.help import default_text, value_form
+from openppo.config.fields import declared_options, is_group, rules_of
 from openppo.config.schema import docstrings
 
 _LONGEST_CHOICE = 40
@@ -42,7 +42,8 @@ _ARGUMENTS = {
 }
 _HOW = """
 An option with a value is given as `--name VALUE`, a list as `--name VALUE VALUE`. One without is a switch, which
-`--no_name` turns off. `--config FILE.yaml` reads options from a file, under the same names; the command line wins. In
+`--no_name` turns off. `--config FILE.yaml` reads options from a file, under the same names; the command line wins. What
+is written as `name: VALUE` is a line of such a file only. In
 Python: `from_options({config}, name=value)` of `openppo.config`; the code reads them as `config.{option}`.
 """
 
@@ -148,35 +149,16 @@ def _table(name: str, group: type, positional: bool) -> str:
     for option in dataclasses.fields(group):
         if is_group(types[option.name]):
             continue
-        value, choices = _value(types[option.name]), ""
+        value, choices = value_form(types[option.name]), ""
         if len(value) > _LONGEST_CHOICE:
             value, choices = "NAME", f" One of: {value.strip('{}').replace(',', ', ')}."
         usage = f"--{option.name}" + ("" if option.type == "bool" else f" {value}")
+        if rules_of(option).of_files:
+            usage = f"{option.name}: {value or '{true,false}'}"
         required = option.default is dataclasses.MISSING
         if required and positional:
             usage = option.name.upper()
-        default = "required" if required else f"`{_default(option.default)}`"
+        default = "required" if required else f"`{default_text(option.default)}`"
         cells = (f'<a id="{option.name}"></a>`{usage}`', default, meanings[option.name] + choices)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join([*lines, ""])
-
-
-def _value(hint: Any) -> str:
-    """What may be given for an option of this type."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Literal:
-        return "{" + ",".join(map(str, arguments)) + "}"
-    if origin is tuple:
-        many = arguments[-1] is Ellipsis
-        return f"{_value(arguments[0])} ..." if many else " ".join(map(_value, arguments))
-    if arguments:  # X | None
-        return _value(next(kind for kind in arguments if kind is not type(None)))
-    return {"str": "TEXT", "int": "N", "float": "X", "bool": ""}[hint.__name__]
-
-
-def _default(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "none"
-    return "none" if value is None else str(value).replace("\n", "\\n")

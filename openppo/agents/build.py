@@ -59,7 +59,7 @@ class AgentPlayer(Players):
         if isinstance(self.agent, OpenRLHFAgent):  # its texts have their own role marks
             if self.options.check_rendering != "off":
                 raise ValueError(
-                    "--check_rendering: an agent file of OpenRLHF uses no chat template: leave it out."
+                    "check_rendering: an agent file of OpenRLHF uses no chat template: leave it out."
                 )
             return
 

@@ -111,7 +111,7 @@ class ProgramAgent(Agent):
                 )
 
     def slot(self) -> AbstractAsyncContextManager[None]:
-        """Return the semaphore of ``--agent_concurrency``."""
+        """Return the semaphore of ``agent_concurrency``."""
         return self.running
 
     async def start(self) -> None:
@@ -187,7 +187,7 @@ def usual_environment(names: Sequence[str] = ()) -> dict[str, str]:
     unset = sorted(set(names) - os.environ.keys())
     if unset:
         raise ValueError(
-            f"--agent_env {unset[0]} is not set: export it before the run, or leave it out."
+            f"agent_env {unset[0]} is not set: export it before the run, or leave it out."
         )
 
     environment = {}

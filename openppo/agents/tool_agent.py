@@ -269,7 +269,7 @@ class ToolEpisode:
         return f"Error: {problem}"
 
     async def _cut(self, text: str) -> str:
-        """Return ``text``, or its first ``--max_tool_response_tokens`` and a mark."""
+        """Return ``text``, or its first ``max_tool_response_tokens`` and a mark."""
         renderer = self.session.setup.renderer
         most = self.agent.options.max_tool_response_tokens
         most_characters = most * 64  # only the beginning of a huge result is tokenized

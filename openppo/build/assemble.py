@@ -85,7 +85,7 @@ def _components(
         critic_step = CriticStep(models.critic, config, strategy.comm, device=strategy.device)
 
     ema = None
-    if config.ppo.enable_ema:
+    if config.ppo.ema_beta is not None:
         spare = 0 if data.estimate is None else data.estimate.spare
         ema = ParameterAverage(models.actor, config.ppo.ema_beta, spare)
     data.checkpointer.attach({"actor": models.actor, "critic": models.critic}, ema)
@@ -161,11 +161,8 @@ def _experience_maker(
 
 def _replay_buffer(config: TrainPPOConfig, maker: ExperienceMaker) -> ReplayBuffer:
     """Make the empty replay buffer of this rank."""
-    ppo = config.ppo
     return ReplayBuffer(
         maker.comm,
-        limit=ppo.buffer_limit,
-        cpu_offload=ppo.buffer_cpu_offload,
         zero_stage=config.deepspeed.zero_stage,
         normalizes=maker.estimator.normalizes(config.advantage.normalize_advantages),
         shares_prompts=maker.resolved.shares_prompts,

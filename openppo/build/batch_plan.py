@@ -1,7 +1,6 @@
 """Arithmetic of a run's global and optimizer steps."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from openppo.config import TrainPPOConfig
 from openppo.types import RolloutSource
@@ -27,14 +26,7 @@ class BatchPlan:
 
     def n_samples(self, n_prompts: int) -> int:
         """Responses to ``n_prompts`` prompts that are trained on, over all ranks."""
-        ppo = self.config.ppo
-        bounds = [rank * n_prompts // self.n_ranks for rank in range(self.n_ranks + 1)]
-
-        n_samples = 0
-        for start, end in pairwise(bounds):
-            n_sampled = (end - start) * ppo.n_samples_per_prompt
-            n_samples += min(n_sampled, ppo.buffer_limit or n_sampled)
-        return n_samples
+        return n_prompts * self.config.ppo.n_samples_per_prompt
 
     def mini_batches(self, n_prompts: int) -> int:
         """Optimizer steps of actor and critic in each epoch on ``n_prompts`` prompts."""

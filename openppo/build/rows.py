@@ -252,7 +252,7 @@ def _load_documents(
     )
     if key is None:
         return documents, [row.row for row in rows]
-    return documents, [value_of(row.row, key, "--pretrain_key") for row in rows]
+    return documents, [value_of(row.row, key, "pretrain_key") for row in rows]
 
 
 def _content(prompt: Prompt) -> list[object]:

@@ -125,7 +125,7 @@ class ScorerBuilder:
             size=forward_size(config, self.resolved or Resolved.of(config)),
             loading=loading(config),
             value_head_prefix=config.model.value_head_prefix,
-            normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
+            normalize=shaping.normalize_reward == "model",
             input_template=config.data.input_template,
             episodes=plays,
             function=self.function,

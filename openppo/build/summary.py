@@ -158,16 +158,13 @@ def _ppo_facts(plan: BatchPlan, n_prompts: int, resolved: Resolved) -> Facts:
     on_each = f" on each of {plan.n_ranks} ranks" if plan.n_ranks > 1 else ""
     at_most = "at most " if ppo.dynamic_sampling else ""
 
-    n_sampled = first * ppo.n_samples_per_prompt
-    n_trained = plan.n_samples(first)
-    samples = f"{count(first, 'prompt')} x {count(ppo.n_samples_per_prompt, 'response')} = {n_sampled:,} samples"
-    if n_trained < n_sampled:
-        samples += f", {n_trained:,} kept by --buffer_limit"
+    n_samples = plan.n_samples(first)
+    samples = f"{count(first, 'prompt')} x {count(ppo.n_samples_per_prompt, 'response')} = {n_samples:,} samples"
 
     passes = _size(resolved.micro_rollout_tokens, ppo.forward_rows)
     micro = _size(resolved.micro_train_tokens, batch.micro_rows)
     mini = count(plan.mini_batches(first), "mini-batch", "mini-batches")
-    mini += f" of {min(batch.train_batch_size, n_trained):,} samples"
+    mini += f" of {min(batch.train_batch_size, n_samples):,} samples"
     epochs = count(batch.max_epochs, "epoch")
 
     episodes = f"{count(plan.prompt_epochs, 'episode')} of {n_prompts:,} prompts in "

@@ -19,7 +19,7 @@ def remedy_for(name: str, known: Iterable[str], dashes: str = "") -> str:
     if answer is not None:
         return answer
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {dashes}{near[0]}?" if near else "see --help for all options."
+    return f"did you mean {dashes}{near[0]}?" if near else "see --help all for every option."
 
 
 def first_key(name: Any, value: Any) -> str:

@@ -1,10 +1,25 @@
 """Flags of OpenRLHF 0.6.1's single-node train_ppo that OpenPPO does not have; all others have the same name.
 
-An OpenRLHF command line runs with the module name changed: flags without a meaning here are dropped with a reason,
-or refused with a remedy. docs/openrlhf.md has the whole table.
+An OpenRLHF command line runs with the module name changed: flags with another form here are rewritten, flags without
+a meaning are dropped with a reason, or refused with a remedy. docs/openrlhf.md has the whole table.
 """
 
+import os
 from collections.abc import Sequence
+
+ALSO_FLAGS = ("zpg", "overlap_comm", "value_head_prefix", "kl_horizon")
+"""Options of files here that are flags of OpenRLHF, and may be given as such."""
+
+WANDB_VARIABLES = {
+    "wandb_project": "WANDB_PROJECT",
+    "wandb_run_name": "WANDB_NAME",
+    "wandb_group": "WANDB_RUN_GROUP",
+    "wandb_org": "WANDB_ENTITY",
+}
+"""Variables that the package wandb reads, by the flag of OpenRLHF that says the same."""
+
+_EMA_BETA = "0.992"
+"""OpenRLHF's share of the old average."""
 
 DROPPED = {
     # Dropped in silence: DeepSpeed's launcher adds it and sets LOCAL_RANK, too.
@@ -45,14 +60,14 @@ REFUSED = {
 def without_foreign_flags(
     arguments: Sequence[str], all_of_them: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Take out OpenRLHF's flags that change nothing here; return the others, and notices with reasons.
+    """Rewrite or take out OpenRLHF's flags that we do not have; return all words, and notices with reasons.
 
-    Raises ``ValueError`` with the remedy for a flag whose effect is not available. Without ``all_of_them`` only the
-    flag of DeepSpeed's launcher is taken out.
+    Those of W&B become variables of the environment. Raises ``ValueError`` with the remedy for a flag whose effect is
+    not available. Without ``all_of_them`` only flags of DeepSpeed's launcher and of W&B count.
     """
-    foreign = {"local_rank"}
+    foreign = {"local_rank", *WANDB_VARIABLES}
     if all_of_them:
-        foreign = {flag.split()[0] for flag in (*DROPPED, *REFUSED)}
+        foreign |= {"enable_ema", *(flag.split()[0] for flag in (*DROPPED, *REFUSED))}
 
     kept: list[str] = []
     notices: list[str] = []
@@ -65,8 +80,19 @@ def without_foreign_flags(
             kept.append(argument)
             continue
 
+        if name == "enable_ema":
+            if not any(word.startswith("--ema_beta") for word in arguments):
+                kept.append(f"--ema_beta={_EMA_BETA}")
+            continue
+
         if not has_value and remaining and not remaining[0].startswith("--"):
             value = remaining.pop(0)
+        if name in WANDB_VARIABLES:
+            variable = WANDB_VARIABLES[name]
+            os.environ[variable] = value
+            notices.append(f"--{name} of OpenRLHF is read as {variable}={value}.")
+            continue
+
         option = f"{name} {value}".rstrip()
         reason = DROPPED.get(option, DROPPED.get(name))
         if reason is None:

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -22,33 +22,23 @@ import yaml
 
 from openppo import __version__
 from openppo.cli.foreign import first_key, refuse_overrides, remedy_for, with_our_values
-from openppo.cli.openrlhf import without_foreign_flags
+from openppo.cli.help import help_page
+from openppo.cli.openrlhf import ALSO_FLAGS, without_foreign_flags
 from openppo.cli.versions import print_versions
 from openppo.config import Options, RunConfig, TrainPPOConfig, flat_dict
-from openppo.config.fields import KEY_FROM_ELSEWHERE, SPELLINGS, declared_options
-from openppo.config.foreign import shown_in_help
+from openppo.config.fields import SPELLINGS, declared_options, rules_of, switched
 from openppo.config.recipe_files import recipe_file, recipe_names
 from openppo.config.training import TrainingConfig
 from openppo.strategy.launcher_summary import is_summarized, record_cause
 
 _SECONDS_FOR_FIRST_RANK = 20
 """Time for the first rank to print its error and leave, seconds on a loaded machine."""
-_ABOUT_FILES = "--config FILE.yaml reads 'option: value' lines, as logs/config.yaml has them; flags override them."
-_ABOUT_RECIPES = f"--recipe NAME reads those of an algorithm first: {', '.join(recipe_names())}."
 _NEEDS_FILE = {
     "--config": "--config needs a file: --config FILE.yaml.",
     "--recipe": f"--recipe needs a name: {', '.join(recipe_names())}.",
 }
 """Messages for these options without a value."""
 _OF_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-
-_ALONE = {
-    "use_wandb": f"use_wandb={KEY_FROM_ELSEWHERE}",
-    "overlap_comm": "overlap_comm=on",
-    "compile": "compile=on",
-    "no_compile": "compile=off",
-}
-"""Options that may stand without a value, and their meaning then."""
 
 Config = TypeVar("Config", bound=Options)
 
@@ -189,6 +179,9 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
 
     ``markers`` are further ones of ``tyro.conf``.
     """
+    if {"-h", "--help"} & {*arguments}:
+        _print_help(config_type, arguments, *markers)
+
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     files.add_argument("--config", type=Path)
     if config_type is TrainPPOConfig:
@@ -214,34 +207,42 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
         for notice in (*notices, *readings):
             print(notice, file=sys.stderr, flush=True)
 
-    program = sys.argv[0]  # "openppo COMMAND", or the file of a module
-    if program.endswith(".py"):
-        program = f"python -m openppo.cli.{Path(program).stem}"
     with _tyro_errors(is_first_rank):
         return tyro.cli(
             config_type,
             args=words,
-            prog=program,
-            description=_description(config_type),
+            prog=_program(),
             use_underscores=True,
             config=(tyro.conf.OmitArgPrefixes, *markers),
             console_outputs=is_first_rank,
         )
 
 
-def _description(config_type: type[Options]) -> str:
-    """Return the head of the help page: the command, and where options may be written."""
-    lines = [config_type.__doc__, _ABOUT_FILES]
-    if config_type is TrainPPOConfig:
-        lines.append(_ABOUT_RECIPES)
-    head = "\n".join(filter(None, lines))
-    return f"{head}\n\n{shown_in_help(declared_options(config_type))}".rstrip()
+def _program() -> str:
+    """Return the command as it was started: ``openppo COMMAND``, or ``python -m openppo.cli.COMMAND``."""
+    program = sys.argv[0]
+    if program.endswith(".py"):
+        return f"python -m openppo.cli.{Path(program).stem}"
+    return program
 
 
-def _completed(words: Iterable[str], known: Iterable[str]) -> list[str]:
+def _print_help(config_type: type[Options], arguments: Sequence[str], *markers: Any) -> NoReturn:
+    """Print the help of a command on the first rank, with ``--help all`` every option, and exit."""
+    if _local_rank() == 0:
+        page = help_page(
+            config_type,
+            _program(),
+            everything="all" in arguments,
+            positional=tyro.conf.PositionalRequiredArgs in markers,
+        )
+        sys.stdout.write(page)
+    sys.exit(0)
+
+
+def _completed(words: Iterable[str], known: Mapping[str, dataclasses.Field]) -> list[str]:
     """Write flags by their names here, and those that may stand alone with their value.
 
-    Raises ``ValueError`` for a flag that is not ``known``.
+    Raises ``ValueError`` for a flag that is not ``known``, or whose option is a line of files.
     """
     completed = []
     for word, following in itertools.pairwise([*words, "--"]):
@@ -252,13 +253,27 @@ def _completed(words: Iterable[str], known: Iterable[str]) -> list[str]:
             if our_name != name and our_name in known:
                 name = our_name
                 word = f"--{name}{equals}{value}"
-            if name.removeprefix("no_") not in ("", "help", *known):
+            plain = name.removeprefix("no_")
+            if plain not in ("", *known):
                 raise ValueError(f"unknown flag --{name}; {remedy_for(name, known, '--')}")
-            has_value = equals or not following.startswith("--")
-            if name in _ALONE and not has_value:
-                word = f"--{_ALONE[name]}"
+            if plain:
+                has_value = bool(equals) or not following.startswith("--")
+                word = _switch(word, name, known[plain], has_value=has_value)
         completed.append(word)
     return completed
+
+
+def _switch(word: str, name: str, option: dataclasses.Field, has_value: bool) -> str:
+    """Give a flag that may stand alone its value; ``ValueError`` for an option of files."""
+    rules = rules_of(option)
+    if rules.of_files and option.name not in ALSO_FLAGS:
+        raise ValueError(
+            f"--{option.name} is no flag: write the line '{option.name}: VALUE' into a file, and give "
+            "--config FILE.yaml."
+        )
+    if rules.alone is None or (has_value and name == option.name):
+        return word
+    return f"--{option.name}={switched(option, name == option.name)}"
 
 
 @contextlib.contextmanager
@@ -320,14 +335,10 @@ def _arguments_of_option(option: dataclasses.Field, value: Any, file: Path) -> l
             raise ValueError(f"--config {file}: --{name} must be true or false, got {value!r}.")
         return [f"--{name}" if value else f"--no_{name}"]
 
-    if isinstance(value, bool) and "Literal" in kind:
-        value = "on" if value else "off"  # YAML reads them as bools
-    if value is False and option.default is None:
-        return []
-
+    value = switched(option, value)
     if isinstance(value, dict) and name == "chat_template_kwargs":
         value = json.dumps(value, default=str)
-    if isinstance(value, dict) or (value is True and name != "use_wandb"):
+    if isinstance(value, (dict, bool)):
         raise ValueError(
             f"--config {file}: --{name} takes a text or number, got {value}; write a text in quotes."
         )

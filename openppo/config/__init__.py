@@ -8,6 +8,7 @@ Only the standard library is imported here, so ``--help`` is quick.
 """
 
 from openppo.config.chat import ChatConfig as ChatConfig, CheckConfig as CheckConfig
+from openppo.config.correction import Correction as Correction, CorrectionLevel, RolloutCorrection
 from openppo.config.data import (
     DataFormat,
     PPODataConfig,
@@ -27,11 +28,10 @@ from openppo.config.models import LoRAConfig, ModelConfig, PPOModelConfig, refus
 from openppo.config.ppo import (
     AdvantageConfig,
     AdvantageEstimator,
-    CorrectionLevel,
     KLConfig,
     LossAggregation,
 )
-from openppo.config.ppo import LossConfig, PolicyLossType, PPOConfig, RolloutCorrection
+from openppo.config.ppo import LossConfig, PolicyLossType, PPOConfig
 from openppo.config.rewards import RewardConfig, RewardShapingConfig, Verifier
 from openppo.config.rollout import EvaluationConfig, GenerationConfig
 from openppo.config.run import (

@@ -22,7 +22,7 @@ class ConversationConfig(Options):
     """Turns of the model in one episode."""
     episode_max_len: int | None = option(None, at_least(1), measures=True)
     """Tokens of one episode, prompt and all turns (default: --prompt_max_len + --generate_max_len)."""
-    history: Literal["verbatim", "template"] = option("verbatim", measures=True)
+    history: Literal["verbatim", "template"] = option("verbatim", measures=True, of_files=True)
     """Earlier turns as they were sampled, or as the chat template renders them in deployment (earlier thoughts cut)."""
     allow_image_urls: bool = False
     """Fetch images from public addresses that messages name; without it only data URLs are read."""
@@ -44,25 +44,27 @@ class AgentConfig(ConversationConfig):
     """A coroutine solve(task, session), path.py:name, or an agent file of OpenRLHF, path.py."""
     agent_timeout: float = option(600.0, positive)
     """Seconds for one episode."""
-    check_rendering: Literal["off", "warn", "strict"] = "off"
+    check_rendering: Literal["off", "warn", "strict"] = option("off", of_files=True)
     """Compare each conversation, rendered at its end, with the recorded tokens; strict drops what differs."""
-    max_tool_response_tokens: int = option(1024, at_least(1), measures=True)
+    max_tool_response_tokens: int = option(1024, at_least(1), measures=True, of_files=True)
     """Results of tools are cut to this many tokens."""
-    tool_timeout: float = option(60.0, positive)
+    tool_timeout: float = option(60.0, positive, of_files=True)
     """Seconds for one call of a tool."""
-    tool_rewards: Literal["add", "none"] = option("add", measures=True)
+    tool_rewards: Literal["add", "none"] = option("add", measures=True, needs="tools")
     """Rewards of tools: added to those of their turns, or only shown to reward functions and logged (none)."""
-    n_envs: int | None = option(None, at_least(1), resume="must match")
+    n_envs: int | None = option(None, at_least(1), resume="must match", needs="environment")
     """Seeds of one global step, each played --n_samples_per_prompt times (default: --rollout_batch_size rows)."""
-    format_penalty: float = option(0.1, not_negative)
+    format_penalty: float = option(0.1, not_negative, needs="environment", of_files=True)
     """Subtracted when an environment's action cannot be parsed."""
-    eval_n_envs: int = option(0, not_negative, measures=True)
+    eval_n_envs: int = option(0, not_negative, measures=True, needs="environment")
     """Seeds of the environment that are played in an evaluation."""
-    eval_seed: int = option(1_000_003, not_negative, measures=True)
+    eval_seed: int = option(
+        1_000_003, not_negative, measures=True, needs="environment", of_files=True
+    )
     """First evaluated seed."""
-    agent_env: tuple[str, ...] = option((), not_empty)
+    agent_env: tuple[str, ...] = option((), not_empty, needs="agent_command", of_files=True)
     """Environment variables that --agent_command gets besides the usual ones."""
-    agent_concurrency: int | None = option(None, at_least(1))
+    agent_concurrency: int | None = option(None, at_least(1), of_files=True)
     """Programs that run at once on a rank (default: 4 for each core, shared by the ranks of a host)."""
 
     @property
@@ -91,9 +93,3 @@ class AgentConfig(ConversationConfig):
         flags = [f"--{name}" for name in self._forms()]
         if len(flags) > 1:
             yield f"{' and '.join(flags)} each say what acts: leave all but one out."
-        if self.environment is None and (self.n_envs is not None or self.eval_n_envs > 0):
-            yield "--n_envs and --eval_n_envs need an --environment: give one, or leave them out."
-        if self.tool_rewards == "none" and self.tools is None:
-            yield "--tool_rewards none has no effect without --tools: leave it out."
-        if self.agent_env and self.agent_command is None:
-            yield "--agent_env has no effect without --agent_command: leave it out."

@@ -31,8 +31,8 @@ def async_problems(config: TrainPPOConfig) -> Iterator[str]:
         yield "--load_in_4bit keeps no whole weights that could be sent to --rollout_ranks: leave one of them out."
     # Any task may have held-out prompts.
     may_evaluate = not config.nothing_held_out or asynchronous.tasks is not None
-    if config.ppo.enable_ema and not samples_apart and may_evaluate:
-        yield "--enable_ema evaluates the average, and requests under way would use it too: add --rollout_ranks."
+    if config.ppo.ema_beta is not None and not samples_apart and may_evaluate:
+        yield "--ema_beta evaluates the average, and requests under way would use it too: add --rollout_ranks."
 
 
 def _task_problems(config: TrainPPOConfig) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from openppo.config.fields import Options, declared_options, flat_dict
+from openppo.config.fields import Options, declared_options, flat_dict, rules_of
 
 _ABSOLUTE = re.compile(r"(?<![\w.:/~])(?:/|~/)(?:[^\s/,:'\"]+/)*([^\s/,:'\"]+)")
 
@@ -22,7 +22,7 @@ def command_line(
 ) -> str:
     """Return the shell command that has ``config``: options that are not at their defaults, nor ``left_out``.
 
-    Options that the run has ``resolved`` have those values.
+    Options that the run has ``resolved`` have those values. A comment lists those that are lines of files.
 
     Secrets in addresses are masked, and absolute paths are cut to their last name, since they name a machine and its
     user.
@@ -34,11 +34,19 @@ def command_line(
 
     values = flat_dict(config) | dict(resolved)
     declared_by_name = declared_options(type(config))
+    lines = []
     for name in sorted(declared_by_name, key=lambda name: name != "pretrain"):
         declared = declared_by_name[name]
-        if name not in left_out and values[name] != declared.default:
+        if name in left_out or values[name] == declared.default:
+            continue
+        if rules_of(declared).of_files:
+            lines.append(f"{name}: {_line(values[name])}")
+        else:
             words += _flag(name, values[name])
-    return shlex.join(words)
+
+    if not lines:
+        return shlex.join(words)
+    return f"{shlex.join([*words, '--config', 'FILE.yaml'])}  # with {', '.join(lines)}"
 
 
 def without_folders(text: str) -> str:
@@ -57,6 +65,15 @@ def _flag(name: str, value: Any) -> list[str]:
     if isinstance(value, tuple):
         return [f"--{name}", *map(_word, value)]
     return [f"--{name}", _word(value)]
+
+
+def _line(value: Any) -> str:
+    """The value of one option in a YAML file."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_word, value))}]"
+    return _word(value)
 
 
 def _word(value: Any) -> str:

@@ -56,11 +56,13 @@ class RowsConfig(Options):
     """Text around each prompt, with {} where the prompt goes."""
     apply_chat_template: bool = option(False, rows_of=_TEXTS)
     """Render prompts with the tokenizer's chat template."""
-    chat_template: str | None = option(None, place=True, rows_of=_TEXTS)
+    chat_template: str | None = option(
+        None, place=True, rows_of=_TEXTS, needs="apply_chat_template"
+    )
     """Jinja file that replaces the tokenizer's chat template, and is saved with it (with --apply_chat_template)."""
-    chat_template_kwargs: str | None = option(None, rows_of=_TEXTS)
+    chat_template_kwargs: str | None = option(None, rows_of=_TEXTS, needs="apply_chat_template")
     """Arguments of the chat template, a JSON object: '{"enable_thinking": false}' (with --apply_chat_template)."""
-    tools_key: str | None = option(None, rows_of=_TEXTS)
+    tools_key: str | None = option(None, rows_of=_TEXTS, needs="apply_chat_template")
     """Column with schemas of tools for the chat template: a list, or its JSON text (with --apply_chat_template)."""
     image_key: str | None = option(None, rows_of=_TEXTS)
     """Column with the images of a prompt, one for each <image> in its text.
@@ -68,13 +70,13 @@ class RowsConfig(Options):
     video_key: str | None = option(None, rows_of=_TEXTS)
     """Column with the videos of a prompt, one for each <video> in its text.
     A video is a file as for images, or a list of frames."""
-    min_pixels: int | None = option(None, at_least(1), rows_of=_TEXTS)
+    min_pixels: int | None = option(None, at_least(1), rows_of=_TEXTS, of_files=True)
     """Smaller images and frames are enlarged to this number of pixels."""
     max_pixels: int | None = option(None, at_least(1), rows_of=_TEXTS)
     """Larger images and frames are reduced to this number of pixels."""
-    video_fps: float = option(2.0, positive, rows_of=_TEXTS)
+    video_fps: float = option(2.0, positive, rows_of=_TEXTS, of_files=True)
     """Frames to read from each second of a video; for a list of frames, their number per second."""
-    max_frames: int = option(32, at_least(1), rows_of=_TEXTS)
+    max_frames: int = option(32, at_least(1), rows_of=_TEXTS, of_files=True)
     """Largest number of frames to read from a video; those of a longer one are spaced further apart."""
     dataset_num_proc: int = option(0, not_negative)
     """Processes that tokenize, once for all ranks, kept in the cache of 'datasets' (0: every rank by itself)."""
@@ -84,16 +86,13 @@ class RowsConfig(Options):
     def problems(self) -> Iterator[str]:
         if self.input_template is not None and self.input_template.count("{}") != 1:
             yield f"--input_template must contain {{}} once, where the prompt goes; got {self.input_template!r}."
-        for name in ("chat_template", "chat_template_kwargs", "tools_key"):
-            if vars(self)[name] is not None and not self.apply_chat_template:
-                yield f"--{name} has no effect without --apply_chat_template: add it."
         for name in ("image_key", "video_key"):
             if vars(self)[name] is not None and self.dataset_num_proc > 0:
                 yield f"--dataset_num_proc keeps texts, no images: leave it out with --{name}."
         low = self.min_pixels
         high = self.max_pixels
         if low is not None and high is not None and low > high:
-            yield f"--min_pixels {low} is above --max_pixels {high}: lower it."
+            yield f"min_pixels {low} is above --max_pixels {high}: lower it."
         parse_template_kwargs(self.chat_template_kwargs)
 
 
@@ -136,7 +135,7 @@ class PPODataConfig(PromptDataConfig):
     """Shares in which several --pretrain_data are mixed, with commas, until one is used up."""
     pretrain_split: str = option("train", resume="must match", rows_of=_DOCUMENTS)
     """Split of --pretrain_data."""
-    pretrain_key: str | None = option(None, rows_of=_DOCUMENTS)
+    pretrain_key: str | None = option(None, rows_of=_DOCUMENTS, of_files=True)
     """Column of --pretrain_data that holds the text (default: --input_key, else recognized)."""
 
     def problems(self) -> Iterator[str]:
@@ -201,16 +200,14 @@ class PreferenceConfig(Options):
     """Column with the margin by which chosen must win."""
     responses_key: str | None = option(None, rows_of=_ROWS)
     """Column with a ranking instead of a pair: a list of responses, the best first (default: recognized)."""
-    scores_key: str | None = option(None, rows_of=_ROWS)
+    scores_key: str | None = option(None, rows_of=_ROWS, needs="responses_key")
     """Column with a number for each response of --responses_key, larger for a better one (default: none)."""
     loss: Literal["sigmoid", "logexp"] = "sigmoid"
     """Pairwise loss."""
-    value_head_prefix: str = option("score", resume="must match")
+    value_head_prefix: str = option("score", resume="must match", of_files=True)
     """Name of the scalar head."""
 
     def problems(self) -> Iterator[str]:
-        if self.scores_key is not None and self.responses_key is None:
-            yield "--scores_key has no effect without --responses_key: add it."
         if self.responses_key is not None and self.margin_key is not None:
             yield "--margin_key is about pairs, and --responses_key names rankings: leave one of them out."
 

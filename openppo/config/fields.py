@@ -27,6 +27,9 @@ NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 SPELLINGS = {"init_kl_coeff": "init_kl_coef", "ptx_coeff": "ptx_coef"}
 """Names of our options by their spelling in other trainers."""
 
+_OFF = (None, False, 0, "", (), "none", "off")
+"""Values of options that are not in use."""
+
 Command = TypeVar("Command")
 
 
@@ -131,6 +134,12 @@ class Rules:
     """True if the option has an effect only where there is a critic."""
     place: bool = False
     """True if the option is a path or address that may differ between hosts."""
+    needs: str | None = None
+    """Option of the same command without which this one has no effect."""
+    alone: str | int | None = None
+    """Value of the flag when it stands without one; True, in Python and in files, is read as this."""
+    of_files: bool = False
+    """True for an option that few people turn: a line of ``--config FILE.yaml``, and no flag."""
 
 
 def option(
@@ -157,12 +166,28 @@ class Options:
             if isinstance(value, Options):
                 value.validate()
             else:
-                _check_value(declared.name, value, hints[declared.name], allowed=rules_of(declared))
+                _check_value(declared, value, hints[declared.name])
+        raise_first(unmet_needs(self))
         raise_first(self.problems())
 
     def problems(self) -> Iterator[str]:
         """Yield messages about options that cannot work together, each with a remedy."""
         return iter(())
+
+
+def unmet_needs(config: Options) -> Iterator[str]:
+    """Yield messages about options without those that they need; groups that lack the latter say nothing."""
+    values = given_options(config)
+    options = declared_options(type(config))
+    for name, declared in options.items():
+        needed = rules_of(declared).needs
+        is_default = values[name] == declared.default
+        if needed is None or needed not in values or is_default:
+            continue
+        if values[needed] in _OFF:
+            words = f"{spelling(declared)} {_shown(values[name])}".rstrip()
+            other = spelling(options[needed])
+            yield f"{words} has no effect without {other}: give {other} too, or leave it out."
 
 
 def is_group(hint: Any) -> TypeGuard[type[Options]]:
@@ -176,22 +201,36 @@ def raise_first(problems: Iterator[str]) -> None:
         raise ValueError(message)
 
 
-def _check_value(name: str, value: Any, hint: Any, allowed: Rules) -> None:
-    require(_fits(value, hint), f"--{name} must be {_words(hint)}, got {value!r}.")
+def _shown(value: Any) -> str:
+    """A value as people write it; nothing for a switch."""
+    if isinstance(value, bool):
+        return ""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def spelling(declared: dataclasses.Field) -> str:
+    """Return the option as users write it: ``--name``, or ``name`` where it is a line of a file."""
+    return declared.name if rules_of(declared).of_files else f"--{declared.name}"
+
+
+def _check_value(declared: dataclasses.Field, value: Any, hint: Any) -> None:
+    allowed = rules_of(declared)
+    name = spelling(declared)
+    require(_fits(value, hint), f"{name} must be {_words(hint)}, got {value!r}.")
     items = value if isinstance(value, tuple) else (value,)
     values = [item for item in items if item is not None]
     shown = " ".join(f"{item:g}" if isinstance(item, float) else str(item) for item in values)
 
     if allowed.bound is not None and not all(map(allowed.bound.holds, values)):
         got = f", got {shown}" if shown else ""
-        raise ValueError(f"--{name} {allowed.bound.says}{got}{allowed.note}.")
+        raise ValueError(f"{name} {allowed.bound.says}{got}{allowed.note}.")
 
     kind = "number" if allowed.may_be_infinite else "finite number"
     for number in values:
         if isinstance(number, float):
             is_infinite_allowed = allowed.may_be_infinite and not math.isnan(number)
             is_allowed = math.isfinite(number) or is_infinite_allowed
-            require(is_allowed, f"--{name} must be a {kind}, got {shown}.")
+            require(is_allowed, f"{name} must be a {kind}, got {shown}.")
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -283,7 +322,7 @@ def from_options(command: type[Command], **options: Any) -> Command:
     unknown = sorted(options.keys() - known)
     if unknown:
         answers = [answer_by_meaning(name, known) for name in unknown]
-        remedy = next(filter(None, answers), "see --help for all options.")
+        remedy = next(filter(None, answers), "see --help all for every option.")
         raise ValueError(f"{command.__name__} has no option {', '.join(unknown)}; {remedy}")
 
     for name, value in options.items():
@@ -297,16 +336,32 @@ def from_options(command: type[Command], **options: Any) -> Command:
             group_names = declared_options(hint).keys() & options.keys()
             fields[name] = from_options(hint, **{option: options[option] for option in group_names})
         elif name in options:
-            fields[name] = _as_parsed(hint, options[name])
+            fields[name] = _as_parsed(known[name], hint, value=options[name])
     return command(**fields)
 
 
-def _as_parsed(hint: Any, value: Any) -> Any:
+def switched(declared: dataclasses.Field, value: Any) -> Any:
+    """Return what True or False means for an option that is no plain switch; any other value as it is.
+
+    YAML 1.1 reads on and off as booleans.
+    """
+    if not isinstance(value, bool) or declared.type == "bool":
+        return value
+    alone = rules_of(declared).alone
+    if value is True and alone is not None:
+        return alone
+    if re.search("[\"'](on|off)[\"']", str(declared.type)):
+        return "on" if value else "off"
+    if value is False and (alone is not None or declared.default is None):
+        return declared.default
+    return value
+
+
+def _as_parsed(declared: dataclasses.Field, hint: Any, value: Any) -> Any:
     """Bring ``value`` into the form in which the command line gives it."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    value = switched(declared, value)
     if isinstance(value, str) and typing.get_args(hint)[1:] == (...,):
         return (value,)
-    if isinstance(value, bool) and "on" in typing.get_args(hint):
-        return "on" if value else "off"
     return tuple(value) if isinstance(value, list) else value

@@ -48,7 +48,7 @@ class PPOModelConfig(ModelConfig, VisionConfig):
     """Model that the critic starts from (default: the reward model, else the actor)."""
     critic_lora_rank: int | None = option(None, not_negative, resume="must match", of_critic=True)
     """Rank of the critic's adapters (default: --lora_rank; 0: train all of the critic)."""
-    value_head_prefix: str = option("score", resume="must match")
+    value_head_prefix: str = option("score", resume="must match", of_files=True)
     """Name of the scalar head in critic and reward checkpoints."""
     save_value_network: bool = option(False, resume="must match", of_critic=True)
     """Also save the critic, in a folder named as --save_path with '_critic' at the end."""

@@ -17,17 +17,18 @@ class OrchestratorConfig(Options):
     """Number of ranks, the last ones, that only sample while the others train (0: each rank does both in turn)."""
     max_staleness: int = option(0, not_negative)
     """Global steps, at most, from the weights that sample a token to those it trains; above 0 nothing waits."""
-    sync_every: int = option(1, at_least(1))
+    sync_every: int = option(1, at_least(1), needs="rollout_ranks")
     """With --rollout_ranks: global steps between two transfers of weights."""
     running_requests: Literal["continue", "drain", "abort"] = "continue"
     """When new weights come, requests under way continue with them, finish first (drain) or start again (abort)."""
-    stale: Literal["drop", "mask"] = "drop"
+    stale: Literal["drop", "mask"] = option("drop", of_files=True)
     """Drop episodes with tokens older than --max_staleness, or mask only those tokens."""
-    reset_optimizer_on_sync: bool = False
+    reset_optimizer_on_sync: bool = option(False, of_files=True)
     """Zero the moments and the step count of the actor's Adam whenever samplers get new weights (GLM-5)."""
     tasks: str | None = option(None, place=True, resume="must match")
     """YAML file of several tasks with agent, data, reward and ratio of each, in place of --prompt_data."""
-    task_ratios: str | None = option(None, place=True)
+
+    task_ratios: str | None = option(None, place=True, needs="tasks", of_files=True)
     """New ratios at each step: success, speed, or path.py:name of a function (default: as --tasks gives them)."""
 
     @property
@@ -41,9 +42,5 @@ class OrchestratorConfig(Options):
                 f"--sync_every {self.sync_every}: between two transfers of weights every sample would become older "
                 f"than --max_staleness {self.max_staleness} allows: use at most {self.max_staleness + 1}."
             )
-        if self.sync_every > 1 and self.rollout_ranks == 0:
-            yield "--sync_every has no effect without --rollout_ranks: the engine reads the trained weights in place."
-        if self.task_ratios is not None and self.tasks is None:
-            yield "--task_ratios has no effect without --tasks: leave it out."
         if self.reset_optimizer_on_sync and not self.is_async:
-            yield "--reset_optimizer_on_sync needs --rollout_ranks or --max_staleness: otherwise nothing is synced."
+            yield "reset_optimizer_on_sync needs --rollout_ranks or --max_staleness: otherwise nothing is synced."

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from openppo.config.correction import Correction, parse_correction
 from openppo.config.fields import (
     Options,
     above,
@@ -31,8 +32,6 @@ GROUP_ESTIMATORS: tuple[AdvantageEstimator, ...] = (
 PolicyLossType = Literal["ppo", "gspo", "cispo", "double_sided", "decoupled"]
 PromptOrder = Literal["shuffled", "given"]
 LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
-RolloutCorrection = Literal["none", "tis", "mis", "icepop"]
-CorrectionLevel = Literal["token", "sequence", "geometric"]
 OldLogProbs = Literal["auto", "recompute", "rollout"]
 
 
@@ -61,10 +60,9 @@ class PPOConfig(Options):
     """Compute the common beginning of several samples, such as their prompt, once per pass, where exact and faster."""
     n_samples_per_prompt: int = option(1, at_least(1), resume="must match")
     """Responses sampled for each prompt."""
-    dynamic_sampling: bool = option(False, resume="must match")
-    """Drop prompts whose responses all got the same reward, and sample further prompts instead (DAPO)."""
-    dynamic_sampling_max_batches: int = option(10, at_least(1))
-    """With --dynamic_sampling: largest number of rollout batches sampled for one global step."""
+    dynamic_sampling: int = option(0, not_negative, resume="must match", alone=10)
+    """Drop prompts whose responses all got the same reward, and sample further prompts instead (DAPO), in at most this
+    many rollout batches for one global step (the option alone: 10; 0: off)."""
     freezing_actor_steps: int = option(-1, at_least(-1), of_critic=True)
     """Global steps at the start in which only the critic learns (-1: none)."""
     value_pretrain_steps: int = option(0, at_least(0), of_critic=True)
@@ -75,16 +73,11 @@ class PPOConfig(Options):
     """Peak learning rate of the critic."""
     ptx_coef: float = option(0.05, at_least(0))
     """Weight of the language-model loss on --pretrain_data; ptx_coeff is read as this too."""
-    buffer_limit: int = option(0, at_least(0))
-    """Largest number of samples in the replay buffer of one rank; the oldest are dropped first (0: no limit)."""
-    buffer_cpu_offload: bool = True
-    """Keep the replay buffer in CPU memory."""
     offload_idle: bool = False
     """Keep Adam's moments in host memory outside training: more memory for generation, one more copy in each step."""
-    enable_ema: bool = option(False, resume="must match")
-    """Keep an exponential moving average of the actor's weights, and save it instead of the actor."""
-    ema_beta: float = option(0.992, inside("[0, 1)"))
-    """Share of the old average in the new one, at each optimizer step."""
+    ema_beta: float | None = option(None, inside("[0, 1)"), resume="must match")
+    """Keep an exponential moving average of the actor's weights, and save it instead of the actor.
+    The value is the share of the old average in the new one, at each optimizer step (usual: 0.992)."""
 
     @property
     def forward_rows(self) -> int:
@@ -128,7 +121,7 @@ class KLConfig(Options):
     """Coefficient of the KL penalty; 0 loads no reference model. init_kl_coeff is read as this too."""
     kl_target: float | None = option(None, positive)
     """Adapt the coefficient so that the KL per action token approaches this value (default: keep it fixed)."""
-    kl_horizon: int = option(10000, at_least(1))
+    kl_horizon: int = option(10000, at_least(1), of_files=True)
     """With --kl_target: samples over which the coefficient adapts."""
     kl_controller: str | None = option(None, file_name, resume="must match")
     """Your own controller of the coefficient, path.py:name (default: fixed, or with --kl_target adaptive)."""
@@ -165,11 +158,10 @@ class LossConfig(Options):
     eps_clip: float = option(0.2, positive)
     """Clip range of the policy ratio (gspo: 3e-4, and 4e-4 for --eps_clip_high)."""
     eps_clip_high: float | None = option(None, positive)
-    """Upper clip range of the policy ratio (default: --eps_clip; double_sided 0.28)."""
+    """Upper clip range of the policy ratio (default: --eps_clip; double_sided 0.28). Of cispo: largest weight of a
+    token (default: 5)."""
     dual_clip: float | None = option(None, above(1))
     """Bound the loss of tokens with negative advantage by this times the advantage (above 1; usual: 3)."""
-    cispo_eps_max: float = option(5.0, positive)
-    """With --policy_loss_type cispo: largest weight of a token."""
     loss_agg: LossAggregation | None = None
     """How token losses add up (default: token_mean; gspo sequence_mean; dr_grpo constant: by --generate_max_len)."""
     entropy_coef: float = option(0.0, not_negative)
@@ -178,19 +170,18 @@ class LossConfig(Options):
     """Source of the old policy's log-probs: the engine (rollout), another forward (recompute), or auto.
     With auto they are the engine's where those are exact, the training forward's where one step trains on all samples
     of a rollout, else recomputed."""
-    rollout_correction: RolloutCorrection = "none"
-    """Weight tokens by p_actor / p_rollout: truncated above (tis), or 0 outside a range (mis, icepop)."""
-    rollout_correction_low: float | None = option(None, not_negative)
-    """Lower end of the range (default: mis and icepop 0.5; geometric 0.99)."""
-    rollout_correction_high: float | None = option(None, positive)
-    """Upper end of the range (default: tis and mis 2, icepop 5; geometric 1.01)."""
-    rollout_correction_level: CorrectionLevel = "token"
-    """Unit of the ratio p_actor / p_rollout: a token, or a sequence.
-    The ratio of a sequence is the product of its tokens' ratios, or with geometric their geometric mean."""
-    rollout_correction_veto: float | None = option(None, inside("(0, 1)"))
-    """Leave out whole sequences with a token whose ratio p_actor / p_rollout is below this (usual: 1e-4)."""
+    rollout_correction: tuple[str, ...] = ()
+    """Weight tokens by p_actor / p_rollout: truncated above (tis), or 0 outside a range (mis, icepop).
+    More words change it, as in 'mis low=0.5 high=2 level=sequence veto=1e-4'. low and high are the ends of the range
+    (default: tis up to 2, mis 0.5 to 2, icepop 0.5 to 5, geometric 0.99 to 1.01). level is sequence, for the product of
+    a sequence's ratios, or geometric, for their geometric mean. veto leaves out sequences with a lower ratio."""
     value_clip: float | None = option(0.2, positive, "; None switches it off")
     """Clip range of the value around its old value; 'None' switches it off."""
+
+    @property
+    def correction(self) -> Correction:
+        """``rollout_correction``, parsed; ``ValueError`` for words without a meaning."""
+        return parse_correction(self.rollout_correction)
 
     @property
     def loss_type(self) -> str:
@@ -207,7 +198,7 @@ class LossConfig(Options):
 
     def problems(self) -> Iterator[str]:
         loss = self.loss_type
-        correction = self.rollout_correction
+        correction = self.correction.method
         if self.dual_clip is not None and loss in ("cispo", "double_sided"):
             yield f"--dual_clip bounds a clipped loss, and {loss} has none: leave --dual_clip out."
         if loss == "double_sided" and self.old_log_probs == "recompute":
@@ -225,27 +216,8 @@ class LossConfig(Options):
                 f"--rollout_correction {correction}: --policy_loss_type {loss} corrects by itself. Leave it out, or "
                 "use --policy_loss_type ppo."
             )
-        yield from self._problems_of_correction()
-
-    def _problems_of_correction(self) -> Iterator[str]:
-        correction = self.rollout_correction
-        low = self.rollout_correction_low
-        high = self.rollout_correction_high
-        if low is not None and high is not None and low >= high:
-            yield f"--rollout_correction_low {low} must be below --rollout_correction_high {high}."
         if self.old_log_probs == "rollout" and correction != "none":
-            compares = f"--rollout_correction {correction} compares the engine's log-probs with recomputed ones"
-            yield f"{compares}, and --old_log_probs rollout recomputes none: leave one of them out."
-
-        level = None if self.rollout_correction_level == "token" else self.rollout_correction_level
-        refinements = {
-            "low": low,
-            "high": high,
-            "level": level,
-            "veto": self.rollout_correction_veto,
-        }
-        for flag, value in refinements.items():
-            if value is not None and correction == "none":
-                yield f"--rollout_correction_{flag} has no effect without --rollout_correction: use tis, mis or icepop."
-        if low is not None and correction == "tis":
-            yield "--rollout_correction_low has no effect with --rollout_correction tis: use mis or icepop."
+            yield (
+                f"--rollout_correction {correction} compares the engine's log-probs with recomputed ones, and "
+                "--old_log_probs rollout recomputes none: leave one of them out."
+            )

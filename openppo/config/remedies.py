@@ -22,7 +22,6 @@ REMEDIES = {
     "--zero_stage 3": _PHASES,
     "--adam_offload": _PHASES,
     "--offload_idle": ("generation", "scoring", "experience"),
-    "--buffer_cpu_offload": _TRAINING,
     "--generate_max_len": (*_GENERATION, "scoring", "experience", "training"),
     "--prompt_max_len": (*_GENERATION, "scoring", "experience", "training"),
     "--max_len": _TRAINING,
@@ -32,10 +31,10 @@ REMEDIES = {
 }
 """Flags, with a value where one is recommended, and the phases whose memory they lower.
 
-Flags down to ``--buffer_cpu_offload`` leave the gradient as it is; those below change the computation.
+Flags down to ``--offload_idle`` leave the gradient as it is; those below change the computation.
 """
 
-_FOR_GPUS = {"adam_offload", "offload_idle", "buffer_cpu_offload"}
+_FOR_GPUS = {"adam_offload", "offload_idle"}
 _BATCHES = ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size")
 
 

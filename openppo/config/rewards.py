@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from openppo.config.fields import (
     NUMBER,
+    Bound,
     Options,
     at_least,
     not_empty,
@@ -19,6 +20,13 @@ from openppo.config.fields import (
 )
 
 Verifier = Literal["exact_match", "regex", "math", "length"]
+_verifier = Bound(
+    "must be exact_match, math, regex:PATTERN or length:TOKENS",
+    lambda value: (
+        re.fullmatch(r"exact_match|math|regex:.+|length:[1-9]\d*", value, re.DOTALL) is not None
+    ),
+    {"pattern": r"^(exact_match|math|regex:[\s\S]+|length:[1-9]\d*)$"},
+)
 NONE = "none"
 """Value of ``--reward_fn`` for a run without any reward; a file of that name needs ./none."""
 ENVIRONMENT_REWARDS = "--environment gives the rewards: leave out all other sources of rewards."
@@ -39,8 +47,10 @@ class RewardConfig(Options):
     'none': no reward at all, so that the policy learns from the KL to --ref_pretrain alone (distillation)."""
     remote_rm_url: str | None = option(None, place=True, measures=True)
     """Reward servers, URL[,URL...], or a .py file with reward_func(queries, prompts, labels)."""
-    verifiable_reward: tuple[Verifier, ...] = option((), measures=True)
-    """Built-in rewards: exact_match, regex, math (needs math-verify) against --label_key, or length."""
+    verifiable_reward: tuple[str, ...] = option((), _verifier, measures=True)
+    """Built-in rewards: exact_match, math (needs math-verify) and regex:PATTERN against --label_key, or length:TOKENS.
+    A response must contain the pattern, a group of which must match the label; n tokens earn 1 - |n - TOKENS| /
+    TOKENS."""
     prm_pretrain: str | None = option(None, place=True, resume="must match")
     """Process reward model (openppo.cli.train_prm): rewards at the end of each step of a response."""
     reward_weights: tuple[str, ...] = option((), measures=True)
@@ -49,44 +59,32 @@ class RewardConfig(Options):
     """Reward of a sample for which the reward function fails, unless for all of a step (default: end the run)."""
     reward_workers: int = option(0, at_least(0))
     """Processes on each rank that run plain functions of --reward_fn (0: one thread of the run)."""
-    reward_timeout: float | None = option(None, positive)
+    reward_timeout: float | None = option(None, positive, needs="reward_workers")
     """With --reward_workers: seconds for one sample; after them the function counts as failed for it."""
-    remote_rm_timeout: float = option(180.0, positive)
+    remote_rm_timeout: float = option(180.0, positive, needs="remote_rm_url", of_files=True)
     """Seconds for one request to a reward server."""
-    remote_rm_retries: int = option(7, at_least(0))
+    remote_rm_retries: int = option(7, at_least(0), needs="remote_rm_url", of_files=True)
     """Further attempts after a failed request, with growing pauses, before the run ends; 7 last a minute or two."""
-    remote_rm_batch_size: int = option(64, at_least(1))
+    remote_rm_batch_size: int = option(64, at_least(1), needs="remote_rm_url", of_files=True)
     """Samples of one request to a reward server."""
     remote_rm_token_file: str | None = option(None, place=True)
     """File with the token that the reward servers require (sent as 'Authorization: Bearer TOKEN')."""
-    verify_regex: str | None = None
-    """With --verifiable_reward regex: a pattern that a response must contain; a group in it must match the label."""
-    verify_length: int | None = option(None, at_least(1))
-    """With --verifiable_reward length: response tokens N that earn 1.
-    The reward of n tokens is 1 - |n - N| / N."""
     step_separator: str = option("\n\n", not_empty)
     """Text between the steps of a response, for rewards per step."""
-    prm_placeholder_token: str = "ки"
+    prm_placeholder_token: str = option("ки", of_files=True)
     """Token after each step at which the process reward model is read."""
-    prm_reward_tokens: tuple[str, ...] = ("+", "-")
+    prm_reward_tokens: tuple[str, ...] = option(("+", "-"), of_files=True)
     """Tokens for good and bad steps, whose probabilities the process reward model gives."""
-    prm_apply_chat_template: bool = False
+    prm_apply_chat_template: bool = option(False, of_files=True)
     """Render prompts for the process reward model with its own chat template, as in its training."""
     prm_aggregate: Literal["steps", "min", "mean", "last", "product"] = "steps"
     """Reward each step at its end, or the whole response by one number made of its steps."""
 
     def problems(self) -> Iterator[str]:
-        for verifier, argument in (("regex", self.verify_regex), ("length", self.verify_length)):
-            if verifier in self.verifiable_reward and argument is None:
-                yield f"--verifiable_reward {verifier} needs --verify_{verifier}."
-            if verifier not in self.verifiable_reward and argument is not None:
-                yield f"--verify_{verifier} has no effect without --verifiable_reward {verifier}."
-        if self.reward_timeout is not None and self.reward_workers == 0:
-            yield "--reward_timeout has no effect without --reward_workers: only a process can be ended; add 1 or more."
-        if len(set(self.verifiable_reward)) < len(self.verifiable_reward):
+        if len(self.verifiers()) < len(self.verifiable_reward):
             yield f"--verifiable_reward names one of {' '.join(self.verifiable_reward)} twice."
         if len(self.prm_reward_tokens) != 2 or len(set(self.prm_reward_tokens)) != 2:
-            yield f"--prm_reward_tokens needs two different tokens, got {' '.join(self.prm_reward_tokens)}."
+            yield f"prm_reward_tokens needs two different tokens, got {' '.join(self.prm_reward_tokens)}."
         self.weights()
 
     def unknown_weights(self) -> Iterator[str]:
@@ -105,6 +103,11 @@ class RewardConfig(Options):
         """True for ``--reward_fn none``: the run has no reward, and the KL to the reference is all it learns from."""
         return self.reward_fn == NONE
 
+    def verifiers(self) -> dict[Verifier, str]:
+        """Return the built-in rewards by name, with what follows the colon: a pattern or number, else nothing."""
+        parts = [verifier.partition(":") for verifier in self.verifiable_reward]
+        return {cast(Verifier, name): argument for name, _, argument in parts}
+
     def remote_is_file(self) -> bool:
         """True if ``--remote_rm_url`` names a Python file instead of a server."""
         return bool(re.search(r"\.py(:\w*)?$", self.remote_rm_url or ""))
@@ -114,7 +117,7 @@ class RewardConfig(Options):
         sources: dict[str, str | None] = {
             "reward_fn": None if self.are_none else self.reward_fn,
             "remote": self.remote_rm_url,
-            **{verifier: verifier for verifier in self.verifiable_reward},
+            **{verifier: verifier for verifier in self.verifiers()},
             "reward_model": self.reward_pretrain,
             "prm": self.prm_pretrain,
         }
@@ -156,11 +159,12 @@ class RewardConfig(Options):
 class RewardShapingConfig(Options):
     """Shaping of a score before it becomes the reward of the last action."""
 
-    normalize_reward: bool = option(False, measures=True)
-    """Subtract the mean of the scores and divide by their std; running, group: of whole rewards, steps included."""
-    reward_normalizer: Literal["model", "running", "group"] = "model"
-    """With --normalize_reward: mean and std that the reward model stores, those of all scores of the run so far, or
-    those of the responses to the same prompt."""
+    normalize_reward: Literal["off", "model", "running", "group"] = option(
+        "off", measures=True, alone="model"
+    )
+    """Subtract the mean of the scores and divide by their std: those that the reward model stores (model, or the option
+    alone), those of all scores of the run so far (running), or those of the responses to the same prompt (group).
+    running and group are of whole rewards, steps included."""
     reward_clip_range: tuple[float, float] = option((-10.0, 10.0), may_be_infinite=True)
     """Scores are clipped to this range before they enter the token rewards; -inf inf clips none."""
     missing_eos_penalty: float | None = option(None, not_negative, ": it is subtracted")
@@ -173,8 +177,6 @@ class RewardShapingConfig(Options):
     """Largest penalty of --overlong_buffer_len."""
 
     def problems(self) -> Iterator[str]:
-        if self.reward_normalizer != "model" and not self.normalize_reward:
-            yield f"--reward_normalizer {self.reward_normalizer} has no effect without --normalize_reward: add it."
         low, high = self.reward_clip_range
         if low >= high:
             yield f"--reward_clip_range needs two rising numbers, got {low} {high}."

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from openppo.config.fields import (
+    KEY_FROM_ELSEWHERE,
     NUMBER,
+    Bound,
     Options,
     a_path,
     at_least,
@@ -22,6 +24,14 @@ from openppo.config.fields import (
     positive,
 )
 
+_HERE = "here"
+"""Value of a plain ``--dry_run``: estimates for the ranks and devices of this run."""
+_MACHINE = r"(?P<ranks>[1-9]\d*)?x(?P<memory>\d+(?:\.\d+)?)?"
+_machine = Bound(
+    "must stand alone, or name ranks and GiB of each GPU as 8x80, 8x or x80",
+    lambda value: value == _HERE or (value != "x" and re.fullmatch(_MACHINE, value) is not None),
+    {"anyOf": [{"const": _HERE}, {"pattern": r"^([1-9]\d*)?x(\d+(\.\d+)?)?$"}]},
+)
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
@@ -55,23 +65,25 @@ class RunConfig(Options):
     stall_timeout: float = option(2700.0, not_negative, "; 0 waits for ever")
     """End the run when a rank makes no progress for this many seconds (0: wait forever).
     A reward function that never returns is a common cause."""
-    max_skipped_steps: int = option(10, at_least(1))
+    max_skipped_steps: int = option(10, at_least(1), of_files=True)
     """Stop after this many optimizer steps in a row whose loss or gradient was not finite; each is skipped."""
     stop_when: tuple[str, ...] = ()
     """End the run, with its model saved, after a step at which one holds: 'kl > 0.2' 'eval_reward > 0.9'."""
-    dry_run: bool = False
-    """Check options, configs, tokenizer, data, score three rows without models, print estimated memory, and end."""
-    dry_run_ranks: int | None = option(None, at_least(1))
-    """With --dry_run: estimate for this many ranks (default: those that were started)."""
-    dry_run_memory: float | None = option(None, positive)
-    """With --dry_run: estimate for GPUs of this many GiB (default: the devices of this machine)."""
+    dry_run: str | None = option(None, _machine, alone=_HERE)
+    """Check options, configs, tokenizer, data, score three rows without models, print estimated memory, and end.
+    '--dry_run 8x80' estimates for 8 ranks on GPUs of 80 GiB; '8x' or 'x80' for the devices or ranks of this run."""
 
-    def problems(self) -> Iterator[str]:
-        if self.dry_run:
-            return
-        for name in ("dry_run_ranks", "dry_run_memory"):
-            if vars(self)[name] is not None:
-                yield f"--{name} has an effect with --dry_run only: add it."
+    @property
+    def dry_run_ranks(self) -> int | None:
+        """Ranks that ``--dry_run 8x80`` names, here 8; None without."""
+        match = re.fullmatch(_MACHINE, self.dry_run or "")
+        return int(match["ranks"]) if match is not None and match["ranks"] else None
+
+    @property
+    def dry_run_memory(self) -> float | None:
+        """GiB of each GPU that ``--dry_run 8x80`` names, here 80; None without."""
+        match = re.fullmatch(_MACHINE, self.dry_run or "")
+        return float(match["memory"]) if match is not None and match["memory"] else None
 
     @property
     def stop_conditions(self) -> list[Condition]:
@@ -126,14 +138,14 @@ class DeepSpeedConfig(Options):
     """Keep optimizer states and the optimizer step on the CPU (needs --zero_stage 1, 2 or 3)."""
     max_norm: float = option(1.0, not_negative, "; 0 switches clipping off")
     """Clip the gradient to this L2 norm (0: no clipping)."""
-    zpg: int = option(1, at_least(1))
+    zpg: int = option(1, at_least(1), of_files=True)
     """ZeRO-3 only: keep a second copy of the weights partitioned over groups of this many ranks (ZeRO++)."""
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: Literal["auto", "on", "off"] = option("auto", alone="on")
     """Compile trained models' layers with torch.compile (auto: on GPUs; not with --zero_stage 3).
     It needs a C compiler, on CPUs C++."""
     fused_kernels: Literal["auto", "off"] = "auto"
     """Norms, rotary embeddings and gated MLPs in one kernel each (auto: on GPUs, with liger-kernel installed)."""
-    overlap_comm: Literal["auto", "on", "off"] = "auto"
+    overlap_comm: Literal["auto", "on", "off"] = option("auto", alone="on", of_files=True)
     """Reduce gradients during the backward pass, in one more bucket of memory (auto: several GPUs or ZeRO-3)."""
     deterministic: bool = False
     """Add gradients on a GPU in a fixed order, which is slower; CPUs always do.
@@ -146,7 +158,7 @@ class DeepSpeedConfig(Options):
     def problems(self) -> Iterator[str]:
         zero = self.zero_stage
         if self.zpg > 1 and zero != 3:
-            yield f"--zpg {self.zpg} partitions weights, which --zero_stage {zero} does not: use --zero_stage 3."
+            yield f"zpg {self.zpg} partitions weights, which --zero_stage {zero} does not: use --zero_stage 3."
         if self.compile == "on" and zero == 3:
             yield "--compile does not see how --zero_stage 3 gathers weights: use stage 0, 1 or 2, or leave it out."
         if self.adam_offload and zero == 0:
@@ -195,22 +207,17 @@ class TrackingConfig(Options):
     use_tensorboard: str | None = option(None, place=True)
     """Folder for TensorBoard event files (off when not given); each run gets a subfolder, named as with --use_wandb."""
     use_wandb: str | None = option(
-        None, not_empty, ": give it alone, with an API key, or not at all", place=True
+        None,
+        not_empty,
+        ": give it alone, with an API key, or not at all",
+        place=True,
+        alone=KEY_FROM_ELSEWHERE,
     )
-    """Log to Weights & Biases; the key is optional (better keep it in WANDB_API_KEY). Needs 'wandb'."""
-    wandb_project: str = "openppo"
-    """With --use_wandb: project."""
-    wandb_run_name: str | None = None
-    """Name of the run, with --use_wandb and --use_tensorboard (default: the last folder of --save_path)."""
-    wandb_group: str | None = None
-    """With --use_wandb: group of runs that it belongs to."""
-    wandb_org: str | None = None
-    """With --use_wandb: team or user that owns the project (default: that of the key)."""
-    wandb_mode: Literal["online", "offline"] | None = None
-    """With --use_wandb: offline writes to <save_path>/logs/wandb for 'wandb sync' (default: WANDB_MODE or online)."""
+    """Log to Weights & Biases; the key is optional (better keep it in WANDB_API_KEY). Needs 'wandb', which reads
+    WANDB_PROJECT, WANDB_NAME, WANDB_RUN_GROUP, WANDB_ENTITY and WANDB_MODE."""
     log_samples_every: int = option(10, not_negative, "; 0 prints none")
     """Print a sample every this many steps (0: never)."""
-    self_check: bool = True
+    self_check: bool = option(True, of_files=True)
     """Before training on the first batch print two samples of it token by token, with what is trained on."""
     profile_steps: str | None = None
     """Steps to record with torch.profiler, such as 3 or 2-4,10: a trace of each rank in <save_path>/logs/profile."""
@@ -245,15 +252,10 @@ class DumpConfig(Options):
     """Files of all samples."""
 
     dump_rollouts: str | None = option(None, a_path, place=True)
-    """Folder that receives every sample that is trained on or evaluated, as JSON lines (off when not given)."""
-    dump_tokens: bool = False
-    """With --dump_rollouts: token ids, action masks and log-probs at sampling too."""
-    dump_max_mib: float = option(256.0, positive)
+    """Folder that receives every sample that is trained on or evaluated, as JSON lines with its token ids, action
+    mask and log-probs (off when not given)."""
+    dump_max_mib: float = option(256.0, positive, needs="dump_rollouts", of_files=True)
     """With --dump_rollouts: begin another file when one has this many MiB."""
-
-    def problems(self) -> Iterator[str]:
-        if self.dump_tokens and self.dump_rollouts is None:
-            yield "--dump_tokens adds to --dump_rollouts: name a folder with it."
 
 
 def refuse_own_checkpoints(inputs: Mapping[str, str | None], flag: str, folder: Path) -> None:

@@ -201,10 +201,7 @@ class TrainPPOConfig(TrainingConfig):
             yield from self.data.unread_by_agents()
         adapts = self.kl.kl_target is not None and self.kl.kl_controller is None
         if adapts and 5 * self.kl.kl_horizon <= prompts * n:
-            yield f"--kl_horizon {self.kl.kl_horizon} is too short for a step of {prompts * n} samples: raise it."
-        limit = self.ppo.buffer_limit
-        if limit > 0 and limit * ranks < batch:
-            yield f"--buffer_limit {limit} on {ranks} ranks holds less than --train_batch_size {batch}: raise it."
+            yield f"kl_horizon {self.kl.kl_horizon} is too short for a step of {prompts * n} samples: raise it."
 
     def _reward_problems(self) -> Iterator[str]:
         best = self.checkpoint.keep_best or ""
@@ -214,19 +211,19 @@ class TrainPPOConfig(TrainingConfig):
         if "pass@" in best and self.eval_rewards.pass_threshold(pass_reward, pass_on) is None:
             yield f"--keep_best {best}: which reward of a reward model or server passes? Say so with --pass_reward."
 
-        from_model = self.shaping.normalize_reward and self.shaping.reward_normalizer == "model"
-        if from_model and self.rewards.reward_pretrain is None:
-            yield "--normalize_reward: no --reward_pretrain has mean and std: use --reward_normalizer running."
-        if self.shaping.reward_normalizer == "group":
+        normalizer = self.shaping.normalize_reward
+        if normalizer == "model" and self.rewards.reward_pretrain is None:
+            yield "--normalize_reward: no --reward_pretrain has mean and std: use --normalize_reward running."
+        if normalizer == "group":
             estimator = self.advantage.advantage_estimator
             reasons = {"group_norm": "does the same", "remax": "compares with a greedy response"}
             if estimator in reasons:
                 yield (
-                    f"--reward_normalizer group: --advantage_estimator {estimator} {reasons[estimator]}: use another, "
+                    f"--normalize_reward group: --advantage_estimator {estimator} {reasons[estimator]}: use another, "
                     "or leave out normalization."
                 )
 
-        verified = " ".join(sorted({"exact_match", "math"} & set(self.rewards.verifiable_reward)))
+        verified = " ".join(sorted({"exact_match", "math"} & set(self.rewards.verifiers())))
         if verified and self.data.label_key is None and self.data.input_key is not None:
             yield f"--verifiable_reward {verified} compares with a label: name its column with --label_key."
 
@@ -238,7 +235,7 @@ class TrainPPOConfig(TrainingConfig):
         comparing = {
             f"--advantage_estimator {estimator}": estimator in GROUP_ESTIMATORS,
             "--dynamic_sampling": self.ppo.dynamic_sampling,
-            "--reward_normalizer group": self.shaping.reward_normalizer == "group",
+            "--normalize_reward group": self.shaping.normalize_reward == "group",
         }
         for flag, compares in comparing.items():
             if compares:

@@ -187,7 +187,7 @@ def load_documents(
     is not text, or if all documents are empty.
     """
     flag = "--pretrain_data"
-    keys = None if key is None else {"whole": (key, "--pretrain_key")}
+    keys = None if key is None else {"whole": (key, "pretrain_key")}
     options = RowsConfig(dataset_num_proc=processes)
     reader = RowReader(rows, "documents", options, keys=keys)
 
@@ -210,7 +210,7 @@ def load_documents(
         examples.append(all_targets(ids[:max_len]))
 
     if not examples:
-        raise ValueError(f"{flag}: every text is empty. Name another column with --pretrain_key.")
+        raise ValueError(f"{flag}: every text is empty. Name another column with pretrain_key.")
     if n_empty or n_cut:
         logger.info(
             "%s: of %d documents %d are empty, %d are cut at %d tokens",

@@ -35,7 +35,7 @@ KEY_FLAGS: Mapping[RowPurpose, str] = {
     "sft": "--input_key and --output_key",
     "pairs": "--chosen_key and --rejected_key",
     "steps": "--input_key and --label_key",
-    "documents": "--pretrain_key",
+    "documents": "pretrain_key",
 }
 """Flags that name the columns of a task."""
 

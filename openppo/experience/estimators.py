@@ -180,7 +180,7 @@ def group_moments(totals: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     The std is infinite where rewards differ only by rounding, so that quotients by it are 0.
     """
     count, mean, squares = _group_statistics(totals, groups)
-    _require_several(count, "--reward_normalizer group")
+    _require_several(count, "--normalize_reward group")
     std = (squares / (count - 1)).sqrt()
     alike = std <= _EQUAL * (1 + mean.abs())
     scale = torch.where(alike, torch.inf, std + _EPS)

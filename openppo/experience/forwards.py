@@ -208,7 +208,7 @@ def old_log_probs_from(
     is_cut = generation.top_p < 1 or generation.top_k is not None or generation.min_new_tokens > 0
     if not by_engine or is_cut or generation.rollout_engine != "hf":
         return "recompute"
-    if config.loss.rollout_correction != "none":
+    if config.loss.correction.method != "none":
         return "recompute"
     if not config.deepspeed.bf16:
         return "rollout"

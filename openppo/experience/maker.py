@@ -108,7 +108,7 @@ class ExperienceMaker:
     def make(
         self, samples: Sequence[Sample], metrics: Metrics, n_done: int = 0
     ) -> list[Experience]:
-        """Make one experience per segment, in order, on this maker's device (``buffer_cpu_offload``: the host).
+        """Make one experience per segment, in order, in CPU memory.
 
         Runs the models, then waits for scores still under way (or for a signal: ``Interrupted`` on all ranks).
         ``n_done`` is the number of global steps trained so far, which is also the policy's version.
@@ -156,7 +156,7 @@ class ExperienceMaker:
 
         with timer.phase("experience"):
             shaping = self.config.shaping
-            if shaping.normalize_reward and shaping.reward_normalizer == "running":
+            if shaping.normalize_reward == "running":
                 self.moments.update(torch.tensor(self._total_rewards(samples)), self.comm)
             if batch is None:
                 return None
@@ -199,9 +199,7 @@ class ExperienceMaker:
             if self.config.shaping.overlong_filter:
                 mask = overlong_mask(batch.action_mask, batch.truncated)
                 batch = batch.with_fields(action_mask=mask)
-            if self.config.ppo.buffer_cpu_offload:
-                batch = batch.to("cpu")
-            return list(split_rows(batch))
+            return list(split_rows(batch.to("cpu")))
 
     def _old_log_probs_from(
         self, samples: Sequence[Sample], n_done: int
@@ -281,14 +279,14 @@ class ExperienceMaker:
 
         shaping = self.config.shaping
         max_len = self.config.generation.generate_max_len
-        if not shaping.normalize_reward or shaping.reward_normalizer == "model":
+        if shaping.normalize_reward in ("off", "model"):
             scores = shape_scores(
                 scores, rows.truncated, rows.longest, config=shaping, max_len=max_len
             )
             return scores, steps
 
         whole = steps.added_to(scores)
-        if shaping.reward_normalizer == "group":
+        if shaping.normalize_reward == "group":
             mean, std = group_moments(whole, rows.groups)
             whole = (whole - mean) / std
             steps = StepRewards(steps.rewards / std[:, None], steps.ends)

@@ -1,10 +1,10 @@
 """A user's controller of the KL coefficient: a class of a file, its numbers checked and its state in checkpoints."""
 
-import dataclasses
 import math
 from typing import Any
 
 from openppo.config import KLConfig
+from openppo.config.fields import declared_options, spelling
 from openppo.experience.kl_controller import AdaptiveKLController, FixedKLController
 from openppo.user_code import errors_of, load_callable, parameters_among
 
@@ -28,11 +28,12 @@ class OwnKLController:
         make = load_callable(location, FLAG)
         names = parameters_among(make, _OPTIONS, self.where)
         values = vars(options)
-        defaults = {declared.name: declared.default for declared in dataclasses.fields(options)}
+        declared = declared_options(KLConfig)
         for name in _OPTIONS[1:]:
-            if values[name] != defaults[name] and name not in names:
+            if values[name] != declared[name].default and name not in names:
                 raise ValueError(
-                    f"--{name} {values[name]}: {self.where} has no parameter {name}. Leave the option out, or add it."
+                    f"{spelling(declared[name])} {values[name]}: {self.where} has no parameter {name}. Leave the "
+                    "option out, or add it."
                 )
 
         with errors_of(self.where, "when it was made"):

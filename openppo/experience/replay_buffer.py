@@ -107,9 +107,9 @@ class MiniBatch:
 class ReplayBuffer:
     """Buffer of one rank's rows, an experience (1, L) of each segment.
 
-    The rows of an optimizer step do not depend on the number of ranks that made them. ``limit`` is the largest number
-    of rows of one rank (0: no limit): the oldest are dropped first. With ``normalizes``, ``fill`` normalizes
-    advantages. With ``shares_prompts``, rows with a common prefix share a micro-batch where that pays.
+    Rows are kept in CPU memory. Those of an optimizer step do not depend on the number of ranks that made them. With
+    ``normalizes``, ``fill`` normalizes advantages. With ``shares_prompts``, rows with a common prefix share a
+    micro-batch where that pays.
 
     >>> from openppo.tracking.metrics import Metrics
     >>> buffer = ReplayBuffer()
@@ -122,8 +122,6 @@ class ReplayBuffer:
     """
 
     comm: Comm = field(default_factory=SingleProcess)
-    limit: int = 0
-    cpu_offload: bool = True
     zero_stage: int = 0
     normalizes: bool = False
     shares_prompts: bool = False
@@ -140,10 +138,7 @@ class ReplayBuffer:
 
     def append(self, experience: Experience) -> None:
         """Add every row of a batch."""
-        if self.cpu_offload:
-            experience = experience.to("cpu")  # one copy for each field
-        self.items += split_rows(experience)
-        self.items = self.items[-self.limit :]  # all items if the limit is 0
+        self.items += split_rows(experience.to("cpu"))  # one copy for each field
 
     def fill(self, experiences: Iterable[Experience]) -> None:
         """Replace the rows by those of a new rollout. Collective."""
@@ -197,16 +192,15 @@ class ReplayBuffer:
                 yield self._share(step, micro_batch_size, micro_tokens)
 
     def _gather_items(self) -> list[Experience]:
-        """The rows of all ranks, on this rank's device."""
+        """The rows of all ranks."""
         if self.comm.world_size == 1:
             return self.items
 
-        joined = join_rows(self.items).to("cpu") if self.items else None  # few objects to send
-        device = self.items[0].sequences.device if self.items else torch.device("cpu")
+        joined = join_rows(self.items) if self.items else None  # few objects to send
         items: list[Experience] = []
         for batch in self.comm.all_gather_object(joined):
             if batch is not None:
-                items += [row.to(device) for row in split_rows(batch)]
+                items += split_rows(batch)
         return items
 
     def _share(self, step: dict[int, Experience], size: int, tokens: int | None) -> MiniBatch:
@@ -219,10 +213,9 @@ class ReplayBuffer:
         joined = [join_rows(_select(samples, rows)) for rows in plan]
 
         n_idle = max(map(len, plans)) - len(plan)
-        device = samples[0].sequences.device
         for _ in range(n_idle):
             places.append([])
-            joined.append(idle_experience().to(device))
+            joined.append(idle_experience())
 
         weights = [_number(sample.weight) for sample in samples]
         fractions = [_number(sample.fraction) for sample in samples]

@@ -51,7 +51,7 @@ _OF_FOLDER = re.compile("[0-9a-f]{64}")
 class Export:
     """Read a checkpoint when made, and write its model in ``fit()``.
 
-    With ``--enable_ema`` that is the average, as at the end of a run. ``ValueError`` names the flag to change.
+    With ``--ema_beta`` that is the average, as at the end of a run. ``ValueError`` names the flag to change.
     """
 
     def __init__(self, options: ExportConfig) -> None:
@@ -199,7 +199,7 @@ class Export:
         """Load the checkpoint's weights into the trained parameters."""
         role: str = "model" if self.is_supervised else self.options.role
         prefix = "weight/"
-        if role == "actor" and self.run.ppo.enable_ema:
+        if role == "actor" and self.run.ppo.ema_beta is not None:
             role, prefix = "ema", ""
         trained = {
             f"{prefix}{name}": parameter

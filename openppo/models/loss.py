@@ -338,7 +338,7 @@ def _gspo(config: LossConfig) -> GSPOLoss:
 
 
 def _cispo(config: LossConfig) -> CISPOLoss:
-    return CISPOLoss(config.cispo_eps_max, reduction="none")
+    return CISPOLoss(config.eps_clip_high or 5.0, reduction="none")
 
 
 def _double_sided(config: LossConfig) -> DoubleSidedLoss:

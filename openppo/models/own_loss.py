@@ -14,7 +14,7 @@ from openppo.user_code import load_callable, parameters_among
 
 TENSORS = ("log_probs", "old_log_probs", "advantages", "action_mask", "rollout_log_probs")
 """Parameters that get a tensor (B, L): float, 0 outside the bool ``action_mask``."""
-_OPTIONS = ("eps_clip", "eps_clip_high", "dual_clip", "cispo_eps_max")
+_OPTIONS = ("eps_clip", "eps_clip_high", "dual_clip")
 """Parameters that get the value of an option."""
 FLAG = "--policy_loss_type"
 
@@ -22,8 +22,8 @@ FLAG = "--policy_loss_type"
 class FunctionLoss(nn.Module):
     """Loss of each token from ``function``, which is called with the values that its parameters name.
 
-    These are ``TENSORS`` and the options ``eps_clip``, ``eps_clip_high`` (without a value that of ``eps_clip``),
-    ``dual_clip`` and ``cispo_eps_max``. It returns the loss (B, L), or that and a dict of values (B, L) to log by name.
+    These are ``TENSORS`` and the options ``eps_clip``, ``eps_clip_high`` (without a value that of ``eps_clip``) and
+    ``dual_clip``. It returns the loss (B, L), or that and a dict of values (B, L) to log by name.
     ``where``, the flag and its value, begins messages. ``ValueError`` for a parameter without a value, and for an
     option of ``config`` that has another value than its default and no parameter.
 

@@ -228,7 +228,7 @@ def get_llm_for_sequence_regression(
         if not init_value_head:
             raise ValueError(
                 f"{name} has no scalar head '{value_head_prefix}.weight', so as a reward model it would give random "
-                "scores. Train one with openppo.cli.train_rm, or name its head with --value_head_prefix."
+                "scores. Train one with openppo.cli.train_rm, or name its head with value_head_prefix."
             )
         hidden_size = model.config.get_text_config().hidden_size
         head = model.get_parameter(f"{HEAD}.weight")

@@ -97,8 +97,8 @@ class ScorerSetup:
             )
         if rewards.remote_rm_url is not None:
             scorers.append(self._remote(rewards.remote_rm_url, next(names)))
-        for verifier in rewards.verifiable_reward:
-            verify = make_verify(verifier, rewards, self.prompts)
+        for verifier, argument in rewards.verifiers().items():
+            verify = make_verify(verifier, argument, self.prompts)
             scorers.append(VerifiableScorer(verify, self.tokenizer, next(names)))
         if rewards.reward_pretrain is not None:
             scorers.append(self._reward_model(rewards.reward_pretrain, next(names)))
@@ -266,7 +266,7 @@ class ScorerSetup:
         tokenizer = load_tokenizer(model, flag, trust_remote_code=trust)
         encode = make_step_encoder(self.rewards, tokenizer, where, template=self.input_template)
         good, bad = (
-            single_token_id(tokenizer, token, "--prm_reward_tokens", flag_of_model=flag)
+            single_token_id(tokenizer, token, "prm_reward_tokens", flag_of_model=flag)
             for token in self.rewards.prm_reward_tokens
         )
 
@@ -276,7 +276,7 @@ class ScorerSetup:
             check_chats(
                 self.prompts,
                 where,
-                "--prm_apply_chat_template",
+                "prm_apply_chat_template",
                 encode=lambda prompt: render(prompt, ["a"]),
             )
 
@@ -323,7 +323,7 @@ def stored_normalization(config: PreTrainedConfig, where: str) -> tuple[float, f
         raise ValueError(
             f"--normalize_reward: {where} stores no mean and positive std of its scores in its config.json (found "
             f"{mean!r} and {std!r}). Train it with openppo.cli.train_rm, which stores them, or leave the flag out; in "
-            "PPO --reward_normalizer running needs none."
+            "PPO --normalize_reward running needs none."
         )
     return mean, std
 

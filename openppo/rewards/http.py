@@ -154,7 +154,7 @@ class RemoteScorer:
 
         raise ConnectionError(
             f"{_named(url)}: no answer after {1 + self.retries} attempts; the last failure: {cause}. Look at the "
-            "server; --remote_rm_retries and --remote_rm_timeout give it more time."
+            "server; remote_rm_retries and remote_rm_timeout give it more time."
         ) from failure
 
 

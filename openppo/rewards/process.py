@@ -54,11 +54,11 @@ def make_step_encoder(
     chat = rewards.prm_apply_chat_template
     if chat and not tokenizer.chat_template:
         raise ValueError(
-            f"--prm_apply_chat_template: the tokenizer of {where} has no chat template. Leave it out."
+            f"prm_apply_chat_template: the tokenizer of {where} has no chat template. Leave it out."
         )
     placeholder = rewards.prm_placeholder_token
     placeholder_id = single_token_id(
-        tokenizer, placeholder, "--prm_placeholder_token", flag_of_model="--prm_pretrain"
+        tokenizer, placeholder, "prm_placeholder_token", flag_of_model="--prm_pretrain"
     )
     # Unless the model has a chat template, the prompt is in the policy's template already.
     input_template = "{}" if template is not None and not chat else None

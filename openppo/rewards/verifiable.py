@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
-from openppo.config import RewardConfig, Verifier
+from openppo.config import Verifier
 from openppo.rewards.answer_process import AnswerProcess
 from openppo.rewards.scoring import answer_length, answer_text, name_sample
 from openppo.types import Prompt, Sample, Score
@@ -46,13 +46,15 @@ class VerifiableScorer:
         return scores
 
 
-def make_verify(verifier: Verifier, rewards: RewardConfig, prompts: Iterable[Prompt]) -> Verify:
-    """Make the check named ``verifier``; ``ValueError`` names the flag of options or labels that it cannot use."""
-    if verifier == "length":
-        assert rewards.verify_length is not None, "validated before"
-        return length_reward(rewards.verify_length)
+def make_verify(verifier: Verifier, argument: str, prompts: Iterable[Prompt]) -> Verify:
+    """Make the check named ``verifier``, with its pattern or number as ``argument``.
 
-    regex = RegexReward(rewards.verify_regex or "") if verifier == "regex" else None
+    ``ValueError`` names the flag of options or labels that it cannot use.
+    """
+    if verifier == "length":
+        return length_reward(int(argument))
+
+    regex = RegexReward(argument) if verifier == "regex" else None
     needs_labels = regex is None or regex.n_groups > 0
     if needs_labels:
         for prompt in prompts:
@@ -123,12 +125,12 @@ class RegexReward:
             self.n_groups = re.compile(pattern).groups
         except re.error as error:
             raise ValueError(
-                f"--verify_regex {pattern!r} is not a regular expression: {error}."
+                f"--verifiable_reward regex:{pattern} is not a regular expression: {error}."
             ) from error
         if self.n_groups > 1:
             raise ValueError(
-                f"--verify_regex {pattern!r} has {self.n_groups} groups; one at most is compared with the label. Write "
-                "the others as (?:...)."
+                f"--verifiable_reward regex:{pattern} has {self.n_groups} groups; one at most is compared with the "
+                "label. Write the others as (?:...)."
             )
         self.seconds = seconds
         self.process = AnswerProcess("--verifiable_reward regex", "regex", pattern)
@@ -136,7 +138,7 @@ class RegexReward:
     def __call__(self, response: str, sample: Sample) -> float:
         in_time, match = self.process.ask(response, self.seconds)
         if not in_time:
-            _warn_wrong("regex", "--verify_regex took too long", response, sample=sample)
+            _warn_wrong("regex", "the search took too long", response, sample=sample)
         if match is None:
             return 0.0
         if self.n_groups == 0:

@@ -34,7 +34,7 @@ class OverlappingDataset(MultiRoundBufferDataset):
     """Samples of whole groups, for training while agents play others; any thread may call it.
 
     A group is the samples of one row. ``work`` decides how many groups may run and which are too old, as for the
-    trainer's ``--max_staleness`` and ``--stale``. A group of several samples is dropped if fewer than two succeed; ten
+    trainer's ``--max_staleness`` and ``stale``. A group of several samples is dropped if fewer than two succeed; ten
     dropped groups in a row end the waiting.
     """
 

@@ -132,4 +132,4 @@ def by_speed(tasks: Mapping[str, TaskProgress]) -> dict[str, float]:
 
 
 RATIOS: dict[str, Ratios] = {"success": by_success, "speed": by_speed}
-"""Values of ``--task_ratios`` besides functions of the user."""
+"""Values of ``task_ratios`` besides functions of the user."""

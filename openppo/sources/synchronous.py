@@ -219,7 +219,7 @@ class PromptSource:
                 useful.metrics.add("sampled_reward", reward)
             useful.add(rollout)
 
-            is_last = useful.n_batches == self.config.ppo.dynamic_sampling_max_batches
+            is_last = useful.n_batches == self.config.ppo.dynamic_sampling
             batch = None if useful.are_enough or is_last else self._next_prompts()
 
         check_rewarded(useful.all_samples, self.comm)

@@ -89,9 +89,7 @@ class Task:
     @property
     def most_in_vain(self) -> int:
         """Groups in a row, all of equal rewards, that end the run; 0 if such groups are trained on."""
-        ppo = self.config.ppo
-        most_batches = ppo.dynamic_sampling_max_batches if ppo.dynamic_sampling else 0
-        return most_batches * self.config.prompts_per_step
+        return self.config.ppo.dynamic_sampling * self.config.prompts_per_step
 
     @property
     def progress(self) -> TaskProgress:

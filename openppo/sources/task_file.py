@@ -95,13 +95,13 @@ def task_source(
 ) -> Tasks:
     """Make the ``source`` of ``build_ppo_trainer`` that plays ``tasks``, or those of the file ``--tasks``.
 
-    ``ratios``, or the function that ``--task_ratios`` names, sets the ratios at each step. While the run lasts, tasks
+    ``ratios``, or the function that ``task_ratios`` names, sets the ratios at each step. While the run lasts, tasks
     can be watched, changed and joined at the address in ``logs/tasks.json``. ``ValueError`` names the task and the
     change to make.
     """
     function = config.orchestrator.task_ratios
     if ratios is None and function is not None:
-        ratios = RATIOS.get(function) or load_callable(function, "--task_ratios")
+        ratios = RATIOS.get(function) or load_callable(function, "task_ratios")
     file = Path(config.orchestrator.tasks or "")
     rows = read_tasks(file) if tasks is None else _checked(tasks, "tasks")
 
@@ -316,7 +316,7 @@ def _address(row: TaskFields) -> str | None:
 def _reward_options(reward: str | None) -> dict[str, Any]:
     if reward is None:
         return {}
-    if reward in VERIFIERS:
+    if reward.partition(":")[0] in VERIFIERS:
         return {"verifiable_reward": reward}
     if _is_address(reward):
         return {"remote_rm_url": reward}

@@ -84,7 +84,7 @@ class DeepspeedStrategy(InferenceStrategy):
         self.overrides = overrides or {}
         if self.comm.world_size % config.zpg != 0:
             raise ValueError(
-                f"--zpg {config.zpg} does not divide the {self.comm.world_size} ranks: use a divisor."
+                f"zpg {config.zpg} does not divide the {self.comm.world_size} ranks: use a divisor."
             )
 
         self.zero_stage = config.zero_stage

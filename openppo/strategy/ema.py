@@ -116,5 +116,5 @@ def average_device(needed: int, room: int, device: Any) -> torch.device:
         needed_gib = needed / 2**30
         free_gib = max(0, room) / 2**30
         sizes = f"{needed_gib:.1f} GiB are needed and {free_gib:.1f} GiB are free"
-        logger.info("--enable_ema: the average lies %s: %s", place, sizes)
+        logger.info("--ema_beta: the average lies %s: %s", place, sizes)
     return torch.device(device if fits else "cpu")

@@ -24,15 +24,11 @@ class RolloutCorrection:
     """Weights of token losses for the difference between the sampling and the training policy."""
 
     def __init__(self, options: LossConfig) -> None:
-        self.method = options.rollout_correction
-        self.low = options.rollout_correction_low
-        self.high = options.rollout_correction_high
-        self.level = options.rollout_correction_level
-        self.veto = options.rollout_correction_veto
+        self.options = options.correction
 
     def __call__(self, micro: Experience, metrics: Metrics) -> Tensor | float:
         """Return and measure the weights (B, L); 1 without ``--rollout_correction``."""
-        if self.method == "none":
+        if self.options.method == "none":
             return 1.0
 
         mask = micro.action_mask
@@ -41,25 +37,25 @@ class RolloutCorrection:
             micro.log_probs,
             micro.rollout_log_probs,
             mask,
-            method=self.method,
-            low=self.low,
-            high=self.high,
-            level=self.level,
-            veto=self.veto,
+            method=self.options.method,
+            low=self.options.low,
+            high=self.options.high,
+            level=self.options.level,
+            veto=self.options.veto,
         )
         metrics.add_tensor("rollout_weight", weights, mask)
         metrics.add_tensor("rollout_masked_fraction", (weights == 0).float(), mask)
-        if self.method == "tis":
+        if self.options.method == "tis":
             return weights
 
         ratio_range = correction_range(
             micro.log_probs,
             micro.rollout_log_probs,
             mask,
-            method=self.method,
-            low=self.low,
-            high=self.high,
-            level=self.level,
+            method=self.options.method,
+            low=self.options.low,
+            high=self.options.high,
+            level=self.options.level,
         )
         measure_masked(ratio_range, mask, metrics)
         return weights

@@ -27,7 +27,7 @@ from openppo.types import StopCheck
 class PPOComponents:
     """Models, data and reporting of a PPO trainer.
 
-    ``critic_step`` is None for estimators without a critic, ``ema`` without ``--enable_ema``. If the caller's source
+    ``critic_step`` is None for estimators without a critic, ``ema`` without ``--ema_beta``. If the caller's source
     makes the samples, ``engine`` is None, and there are no tasks. ``pack_documents_to`` is the
     length in tokens of rows that documents share (None: a row for each document).
     """
@@ -57,7 +57,7 @@ class PPOComponents:
         return None if self.critic_step is None else self.critic_step.model
 
     def weights_to_save(self) -> AbstractContextManager[None]:
-        """Context in which the actor has the weights to save: the average with ``--enable_ema``."""
+        """Context in which the actor has the weights to save: the average with ``--ema_beta``."""
         return nullcontext() if self.ema is None else self.ema.swapped_in()
 
     def write_policy(self, folder: Path) -> None:

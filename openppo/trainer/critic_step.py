@@ -109,8 +109,7 @@ class OnePassCritic(ExperienceMaker):
     @staticmethod
     def is_exact(config: TrainPPOConfig) -> bool:
         """True if both ways agree: no sample is dropped after its values, and adapters have no dropout."""
-        dropped = config.shaping.overlong_filter or config.ppo.buffer_limit > 0
-        return not dropped and config.lora.lora_dropout == 0
+        return not config.shaping.overlong_filter and config.lora.lora_dropout == 0
 
     def make(
         self, samples: Sequence[Sample], metrics: Metrics, n_done: int = 0

@@ -104,7 +104,7 @@ class PPOTrainer:
 
     @phase("saving")
     def save(self) -> None:
-        """Write the actor, or its average with ``--enable_ema``, as a Hugging Face folder.
+        """Write the actor, or its average with ``--ema_beta``, as a Hugging Face folder.
 
         With ``--save_value_network``, write the critic beside it.
         """

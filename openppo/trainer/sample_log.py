@@ -15,7 +15,7 @@ from openppo.rollout.rollout import Rollout
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.sample_rows import Row, choose, rollout_row, sample_key, sample_row, token_row
 from openppo.trainer.self_check import check_samples
-from openppo.types import Experience, FinishReason, Sample, Segment, segments_of
+from openppo.types import Experience, FinishReason, Sample, Segment
 
 N_TOKEN_STEPS = 100
 """Steps of a run, about, whose samples are logged token by token."""
@@ -187,7 +187,7 @@ class StepDiagnostics:
             return
         rows = []
         for i, sample in enumerate(samples):
-            row = rollout_row(sample, self.tokenizer, weights, tokens=dump.dump_tokens)
+            row = rollout_row(sample, self.tokenizer, weights)
             rows.append({"sample": i} | row)
         self.components.trackers.log_rollouts(step, split, rows)
 
@@ -202,25 +202,22 @@ class StepDiagnostics:
 
 @dataclass(frozen=True)
 class TrainedSample:
-    """A sample, and the experience (1, L) of its segments; of the last ones if --buffer_limit dropped others."""
+    """A sample, and the experience (1, L) of each of its segments."""
 
     sample: Sample
     rows: Sequence[Experience]
 
     def pairs(self) -> list[tuple[Segment, Experience]]:
-        """Segments that are still in the buffer, with their experience."""
-        segments = self.sample.segments[-len(self.rows) :]
-        return list(zip(segments, self.rows, strict=True))
+        """Segments with their experience."""
+        return list(zip(self.sample.segments, self.rows, strict=True))
 
 
 def trained_samples(samples: Sequence[Sample], rows: Sequence[Experience]) -> list[TrainedSample]:
-    """Pair samples with ``rows``, the experience of their last segments; leave samples without any out."""
-    n_dropped = len(segments_of(samples)) - len(rows)
+    """Pair samples with ``rows``, the experience of all their segments in order."""
     trained: list[TrainedSample] = []
-    start = -n_dropped
+    start = 0
     for sample in samples:
         end = start + len(sample.segments)
-        if end > 0:
-            trained.append(TrainedSample(sample, rows[max(0, start) : end]))
+        trained.append(TrainedSample(sample, rows[start:end]))
         start = end
     return trained

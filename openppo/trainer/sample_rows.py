@@ -146,7 +146,6 @@ def rollout_row(
     sample: Sample,
     tokenizer: PreTrainedTokenizerBase,
     weights: Mapping[str, float] | None,
-    tokens: bool,
 ) -> Row:
     """Make a line of ``--dump_rollouts``, with the same columns and types in any run.
 
@@ -164,28 +163,26 @@ def rollout_row(
     row["messages"] = json.dumps(row.get("messages"), ensure_ascii=False)
     row["greedy"] = json.dumps(row.get("greedy"), ensure_ascii=False)
     row["task"] = sample.prompt.task
-    row["segments"] = [_dumped_segment(segment, tokens) for segment in sample.segments]
+    row["segments"] = [_dumped_segment(segment) for segment in sample.segments]
     return row
 
 
-def _dumped_segment(segment: Segment, tokens: bool) -> Row:
+def _dumped_segment(segment: Segment) -> Row:
     """Columns of a segment that have a value in any run; lists have an entry for each token."""
     versions = list(compress(segment.versions, segment.action_mask))
-    columns: Row = {
+    return {
         "n_prompt": segment.n_prompt,
         "n_tokens": len(segment.token_ids),
         "n_actions": segment.n_actions,
         "oldest_version": min(versions, default=-1),
         "newest_version": max(versions, default=-1),
         "finish_reason": segment.finish_reason.value,
+        "token_ids": segment.token_ids,
+        "action_mask": segment.action_mask,
+        "log_probs": segment.log_probs,
+        "versions": segment.versions,
+        "token_rewards": segment.token_rewards or [0.0] * len(segment.token_ids),
     }
-    if tokens:
-        columns["token_ids"] = segment.token_ids
-        columns["action_mask"] = segment.action_mask
-        columns["log_probs"] = segment.log_probs
-        columns["versions"] = segment.versions
-        columns["token_rewards"] = segment.token_rewards or [0.0] * len(segment.token_ids)
-    return columns
 
 
 def _label_text(label: Any) -> str:

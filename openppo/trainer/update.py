@@ -41,7 +41,7 @@ class SkippedSteps:
         """Return True if the gradient ``norm`` is finite, which means that the step was taken.
 
         Otherwise write this rank's ``batch``. ``place`` names the step in messages. ``FloatingPointError`` once
-        ``--max_skipped_steps`` steps in a row were skipped.
+        ``max_skipped_steps`` steps in a row were skipped.
         """
         if math.isfinite(norm):
             self.in_a_row[role] = 0
@@ -56,7 +56,7 @@ class SkippedSteps:
         problem = f"a loss or the gradient of the {role} was not finite in {place}"
         if self.in_a_row[role] >= self.run.max_skipped_steps:
             raise FloatingPointError(
-                f"{problem}, and {self.in_a_row[role]} optimizer steps in a row were skipped (--max_skipped_steps). "
+                f"{problem}, and {self.in_a_row[role]} optimizer steps in a row were skipped (max_skipped_steps). "
                 f"Lower the learning rate, and look at the batches in {file.parent}. "
                 "Skipped steps do not change the weights."
             )
@@ -108,7 +108,7 @@ class Update:
     def __call__(self, buffer: ReplayBuffer, metrics: Metrics) -> dict[str, float]:
         """Train for ``--max_epochs`` epochs, and return the metrics of the whole step, the same on all ranks.
 
-        ``FloatingPointError`` after ``--max_skipped_steps`` optimizer steps in a row were skipped.
+        ``FloatingPointError`` after ``max_skipped_steps`` optimizer steps in a row were skipped.
         """
         maker = self.components.maker
         kl = maker.kl_controller

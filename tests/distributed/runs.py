@@ -14,6 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.conftest import save_tokenizer
 
 Rows = list[dict[str, Any]]
+OPTIONS = Path(__file__).parent / "options"
+"""Files for --config, of options that are no flags."""
 
 
 def rows(file: Path) -> Rows:

@@ -33,7 +33,7 @@ TEMPLATE = """{% for m in messages %}{{ m.role[0] }}{{ m.content }}<eos>{% endfo
 TURNS = 3
 SECONDS_OF_TOOLS = 0.25, 0.005  # of rank 0, 50 times as slow, and rank 1
 OPTIONS = """--zero_stage 3 --rollout_batch_size 4 --train_batch_size 8 --micro_train_batch_size 2 --generate_max_len 8
-    --n_samples_per_prompt 2 --advantage_estimator rloo --check_rendering off"""
+    --n_samples_per_prompt 2 --advantage_estimator rloo"""
 
 
 async def solve(task: Any, session: Any) -> float:

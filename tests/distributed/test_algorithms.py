@@ -67,12 +67,12 @@ COMMON = """--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --label_k
     --lr_scheduler constant --lr_warmup_ratio 0 --actor_learning_rate 1e-2 --critic_learning_rate 1e-2
     --rollout_batch_size 6 --train_batch_size 6 --micro_train_batch_size 2"""
 GROUPS = f"""{COMMON} --reward_fn {{folder}}/reward.py --reward_weights long=0 --advantage_estimator group_norm
-    --n_samples_per_prompt 2 --zero_stage 2 --dynamic_sampling"""
+    --n_samples_per_prompt 2 --zero_stage 2"""
 FROZEN = (
     f"{COMMON} --reward_fn {{folder}}/reward.py --critic_pretrain {{folder}}/small --max_samples 12"
 )
 REFERENCE = """--pretrain {tiny}/actor --ref_pretrain {folder}/other --prompt_data {tiny}/prompts.jsonl
-    --verifiable_reward length --verify_length 3 --advantage_estimator reinforce --generate_max_len 6
+    --verifiable_reward length:3 --advantage_estimator reinforce --generate_max_len 6
     --rollout_batch_size 4 --train_batch_size 4 --micro_train_batch_size 2"""
 CASES: dict[str, Any] = {
     "reference": {"arguments": f"{REFERENCE} --zero_stage 3", "n_rows": 4, "n_steps": 1},
@@ -84,10 +84,10 @@ CASES: dict[str, Any] = {
         --gradient_checkpointing --max_samples 12""",
     "frozen": f"{FROZEN} --freezing_actor_steps 2 --num_episodes 1",
     "thawed": f"{FROZEN} --value_pretrain_steps 1 --num_episodes 1",
-    "dynamic": f"{GROUPS} --dynamic_sampling_max_batches 2",
-    "one batch": f"{GROUPS} --dynamic_sampling_max_batches 1",
+    "dynamic": f"{GROUPS} --dynamic_sampling 2",
+    "one batch": f"{GROUPS} --dynamic_sampling 1",
     "several": f"""{COMMON} --reward_pretrain {{tiny}}/reward --reward_fn {{folder}}/reward.py
-        --verifiable_reward length --verify_length 5 --reward_weights reward_model=0.5 even=2 --max_samples 6
+        --verifiable_reward length:5 --reward_weights reward_model=0.5 even=2 --max_samples 6
         --zero_stage 3 --num_episodes 2""",
 }
 

@@ -21,6 +21,7 @@ from openppo.cli import train_ppo
 from openppo.sources.asynchronous import AsyncSource
 from openppo.strategy.links import Entrance, Link
 from openppo.types import segments_of
+from tests.distributed import runs
 from tests.distributed.runs import left_by, logged, rows, vector
 from tests.distributed.watched import HERE, Ended, rank_process, torchrun
 from tests.fork_server import Launcher
@@ -172,7 +173,7 @@ AHEAD = [
         "--rollout_ranks 2 --max_staleness 1 --bf16 --zero_stage 2",
         marks=pytest.mark.slow,
     ),
-    ("in turn", 1, "--max_staleness 2 --reset_optimizer_on_sync"),
+    ("in turn", 1, f"--max_staleness 2 --config {runs.OPTIONS}/reset_optimizer.yaml"),
     ("in turn on 2, in lockstep", 2, "--max_staleness 1 --zero_stage 3 --running_requests abort"),
     pytest.param(
         "reward model",

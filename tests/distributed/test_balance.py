@@ -53,7 +53,7 @@ OPTIONS = """--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --reward
     --rollout_batch_size 6 --n_samples_per_prompt 2 --train_batch_size 6 --micro_rollout_batch_size 2
     --actor_learning_rate 1e-3 --generate_max_len 48 --lr_warmup_ratio 0"""
 ESTIMATORS = {
-    "gae": "--normalize_reward --reward_normalizer running",
+    "gae": "--normalize_reward running",
     "group_norm": "--advantage_estimator group_norm --overlong_filter",
 }
 

@@ -21,7 +21,7 @@ COMMON = """--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --pretrai
     --rollout_batch_size 8 --train_batch_size 4 --micro_train_batch_size 2 --micro_rollout_batch_size 4
     --generate_max_len 6 --actor_learning_rate 1e-3 --critic_learning_rate 1e-3"""
 PPO = f"{COMMON} --reward_pretrain {{tiny}}/reward"
-OTHER = f"{PPO} --num_episodes 2 --enable_ema --save_steps 2"
+OTHER = f"{PPO} --num_episodes 2 --ema_beta 0.992 --save_steps 2"
 CASES = {"2 to 1": ((2, 0), (1, 1)), "2 to 4": ((2, 3), (4, 3)), "4 to 2": ((4, 2), (2, 3))}
 """Ranks and ZeRO stage before and after."""
 

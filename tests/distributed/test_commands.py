@@ -13,7 +13,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.distributed.runs import logged, rows, vector
+from tests.distributed.runs import OPTIONS, logged, rows, vector
 
 Launch = Callable[..., str]
 PPO_METRICS = """
@@ -210,9 +210,7 @@ def test_a_reward_edited_between_run_and_resume_is_named(tiny, tmp_path, launch)
 
 
 def test_stop_when_ends_all_ranks_after_the_step_and_says_why(tiny, tmp_path, launch):
-    words = command(
-        tiny, "--verifiable_reward length --verify_length 3 --advantage_estimator reinforce"
-    )
+    words = command(tiny, "--verifiable_reward length:3 --advantage_estimator reinforce")
     said = launch(2, *words, "--stop_when", "reward > 99", "response_length > 0.5", cwd=tmp_path)
     assert said.count("--stop_when response_length > 0.5: response_length is") == 1
     assert (tmp_path / "model" / "model.safetensors").is_file()
@@ -228,7 +226,8 @@ def test_stop_when_ends_all_ranks_after_the_step_and_says_why(tiny, tmp_path, la
 
 
 def test_ppo_is_rewarded_for_each_step_by_a_process_reward_model(tiny, tmp_path, launch):
-    flags = """--prm_pretrain {tiny}/actor --prm_placeholder_token h --prm_reward_tokens a b --step_separator d
+    flags = f"--config {OPTIONS}/judge.yaml "
+    flags += """--prm_pretrain {tiny}/actor --step_separator d
         --input_template c{}e --rollout_batch_size 24 --train_batch_size 24 --generate_max_len 12 --zero_stage 3"""
     launch(2, *command(tiny, flags), cwd=tmp_path)
     [metrics], samples = logged(tmp_path / "model"), logged(tmp_path / "model", "samples")

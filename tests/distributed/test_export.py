@@ -19,7 +19,7 @@ PPO = """-m openppo.cli.train_ppo --pretrain {tiny}/actor --reward_pretrain {tin
     --micro_rollout_batch_size 4 --generate_max_len 6 --actor_learning_rate 1e-2 --critic_learning_rate 1e-2
     --lr_warmup_ratio 0 --save_steps 1 --save_hf_ckpt --save_value_network --zero_stage 3"""
 RUNS = {
-    "averaged": "--enable_ema --ema_beta 0.5 --bf16",
+    "averaged": "--ema_beta 0.5 --bf16",
     "lora": "--lora_rank 4 --critic_lora_rank 2",
 }
 

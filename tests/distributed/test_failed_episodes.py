@@ -114,7 +114,7 @@ def test_a_run_whose_episodes_all_fail_ends_with_their_error(
 def test_a_run_whose_groups_teach_nothing_ends_after_a_checkpoint(folder, launch, flags):
     place, options = folder
     (place / "agent.py").write_text(AGENT + "    return 1.0\n")
-    flags = f"{flags} --dynamic_sampling --dynamic_sampling_max_batches 2".split()
+    flags = f"{flags} --dynamic_sampling 2".split()
     command = ["-m", "openppo.cli.train_ppo", *options, "--agent", "agent.py:works", *flags]
     printed = launch(1, *command, cwd=place, status=1)
     report = printed[printed.index("OpenPPO: the run has failed") :]

@@ -58,7 +58,7 @@ GONE, RAISED, STALLED = "is gone: its process has ended", "raised", "made no pro
 SILENCE = "is gone: no heartbeat for"
 REWARD_RAISED = "raised RuntimeError: --reward_fn reward.py raised LookupError"
 IN_EVALUATION = (
-    "--zero_stage 3 --enable_ema --eval_before_training --eval_data {tiny}/prompts.jsonl"
+    "--zero_stage 3 --ema_beta 0.992 --eval_before_training --eval_data {tiny}/prompts.jsonl"
 )
 KILLED, IN_FAIL = ("-9: killed",), ("in fail",)
 MEMORY = ("can't allocate memory", "--micro_train_batch_size 2")

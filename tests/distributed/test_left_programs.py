@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.distributed.runs import OPTIONS
 from tests.distributed.test_agent_programs import chat_model  # noqa: F401 (a fixture)
 from tests.distributed.watched import REPORT, TORCHRUN, rank_process, watch
 
@@ -20,9 +21,10 @@ wait
 """
 """A program with a child and a grandchild; the name of a file has the ids of all."""
 N_PROGRAMS = 8
-FLAGS = """--prompt_data tasks.jsonl --input_key question --save_path trained --generate_max_len 8 --init_kl_coef 0
+FLAGS = f"""--config {OPTIONS}/four_programs.yaml
+    --prompt_data tasks.jsonl --input_key question --save_path trained --generate_max_len 8 --init_kl_coef 0
     --advantage_estimator group_norm --n_samples_per_prompt 4 --rollout_batch_size 4 --train_batch_size 16
-    --episode_max_len 160 --agent_concurrency 4 --agent_command""".split()
+    --episode_max_len 160 --agent_command""".split()
 Launcher = subprocess.Popen[str]
 
 

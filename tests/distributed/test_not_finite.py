@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed.runs import left_by, logged
+from tests.distributed.runs import OPTIONS, left_by, logged
 
 PPO = """--pretrain {tiny}/actor --reward_pretrain {tiny}/reward --prompt_data {tiny}/prompts.jsonl
     --pretrain_data {tiny}/documents.jsonl --rollout_batch_size 12 --train_batch_size 4 --micro_train_batch_size 1
-    --generate_max_len 6 --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --enable_ema"""
+    --generate_max_len 6 --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --ema_beta 0.992"""
 SFT = """--pretrain {tiny}/actor --dataset {tiny}/sft.jsonl --learning_rate 1e-3 --lr_scheduler constant
     --lr_warmup_ratio 0 --train_batch_size 4 --micro_train_batch_size 2 --zero_stage 2 --logging_steps 1"""
 SETUPS = {  # flags and the model whose fourth or second step is spoiled
@@ -78,14 +78,14 @@ def test_a_step_of_supervised_training_leaves_the_weights_on_all_ranks(folder):
 
 def test_too_many_skipped_steps_in_a_row_end_the_run_on_all_ranks(tmp_path, run_cases):
     spoiled = {"role": "critic", "calls": [1, 3, 4], "rank": 0, "how": "nan"}
-    case = {"arguments": f"{PPO} --max_skipped_steps 2", "poison": spoiled}
+    case = {"arguments": f"{PPO} --config {OPTIONS}/two_skipped_steps.yaml", "poison": spoiled}
     output = run_cases(2, tmp_path, {"case": case}, "whole", status=1)
     assert (
         "FloatingPointError: a loss or the gradient of the critic was not finite in global step 2"
         in output
     )
     assert (
-        "2 optimizer steps in a row were skipped (--max_skipped_steps). Lower the learning rate"
+        "2 optimizer steps in a row were skipped (max_skipped_steps). Lower the learning rate"
         in output
     )
     assert "this optimizer step is skipped on all ranks" in output

@@ -136,7 +136,7 @@ def test_callbacks_see_every_point_of_a_run_alike_on_all_ranks_and_end_it(tiny, 
     (tmp_path / "program.py").write_text(CALLBACKS)
     arguments = f"""--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --input_key input --generate_max_len 6
         --eval_data {tiny}/prompts.jsonl --eval_steps 1 --eval_before_training --max_samples 8 --num_episodes 4
-        --verifiable_reward length --verify_length 3 --init_kl_coef 0 --advantage_estimator reinforce
+        --verifiable_reward length:3 --init_kl_coef 0 --advantage_estimator reinforce
         --rollout_batch_size 4 --train_batch_size 4 --actor_learning_rate 0"""
     launch(2, "program.py", *arguments.split(), cwd=tmp_path)
     calls = {}
@@ -186,7 +186,7 @@ def test_a_run_that_stops_at_a_step_that_is_not_due_resumes_exactly(tiny, tmp_pa
     (tmp_path / "program.py").write_text(STOPPED)
     arguments = f"""--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --input_key input --generate_max_len 6
         --eval_data {tiny}/prompts.jsonl --eval_steps 4 --save_steps 4 --logging_steps 4 --max_samples 16
-        --verifiable_reward length --verify_length 3 --advantage_estimator reinforce
+        --verifiable_reward length:3 --advantage_estimator reinforce
         --rollout_batch_size 4 --train_batch_size 4 --actor_learning_rate 1e-3"""
     printed = launch(2, "program.py", *arguments.split(), cwd=tmp_path)
     assert "parts ended after step 2" in printed

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.runs import left_by, outcome
+from tests.distributed.runs import OPTIONS, left_by, outcome
 
 PPO = """--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --rollout_batch_size 8 --train_batch_size 4
     --micro_train_batch_size 2 --micro_rollout_batch_size 4 --num_episodes 2 --generate_max_len 6
@@ -30,7 +30,7 @@ PTX = "--pretrain_data {tiny}/documents.jsonl"
 IMAGES = PPO.replace("{tiny}/prompts.jsonl", "{tiny}/llava/images.jsonl").replace(
     "{tiny}/actor", "{tiny}/llava"
 )
-IMAGES += " --image_key images --verifiable_reward length --verify_length 4 --zero_stage 2"
+IMAGES += " --image_key images --verifiable_reward length:4 --zero_stage 2"
 LORA = "--lora_rank 2 --lora_dropout 0.3"
 SUPERVISED = """--pretrain {tiny}/actor --micro_train_batch_size 2 --train_batch_size 4 --max_epochs 2 --save_steps 5
     --max_ckpt_num 1 --learning_rate 1e-3"""
@@ -54,9 +54,9 @@ class Case:
 
 def everything(stage: int) -> str:
     """What has a state of its own."""
-    return f"""{PPO} {REWARD} {PTX} --zero_stage {stage} --max_epochs 2 --enable_ema --ema_beta 0.5 --kl_target 0.05
-        --kl_horizon 100 --normalize_reward --reward_normalizer running --eval_data {{tiny}}/prompts.jsonl
-        --eval_steps 3 --keep_best eval_reward --save_hf_ckpt --dump_tokens --dump_max_mib 0.01
+    return f"""{PPO} {REWARD} {PTX} --zero_stage {stage} --max_epochs 2 --ema_beta 0.5 --kl_target 0.05
+        --kl_horizon 100 --normalize_reward running --eval_data {{tiny}}/prompts.jsonl
+        --eval_steps 3 --keep_best eval_reward --save_hf_ckpt --config {OPTIONS}/small_dumps.yaml
         --dump_rollouts {{folder}}/everything-zero{stage}/model/rollouts"""
 
 
@@ -105,7 +105,7 @@ CASES = [
         Case(
             f"environment-{kind}",
             f"{AGENT} --advantage_estimator {kind}"
-            + (" --enable_ema" if kind == "gae" else " --dynamic_sampling"),
+            + (" --ema_beta 0.992" if kind == "gae" else " --dynamic_sampling"),
             share,
             slow=slow,
         )

@@ -47,7 +47,7 @@ def folder(tmp_path, chat_model):  # noqa: F811
         pytest.param(f"{ASYNC} --rollout_ranks 1", id="rollout_ranks"),
         pytest.param(ASYNC, id="overlap", marks=pytest.mark.slow),
         pytest.param(
-            "--dynamic_sampling --dynamic_sampling_max_batches 1",
+            "--dynamic_sampling 1",
             id="dynamic",
             marks=pytest.mark.slow,
         ),

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.distributed.runs import logged
 
-PPO = """--verifiable_reward length --verify_length 4 --rollout_batch_size 8 --train_batch_size 4 --generate_max_len 8
+PPO = """--verifiable_reward length:4 --rollout_batch_size 8 --train_batch_size 4 --generate_max_len 8
     --micro_train_batch_size 2 --micro_rollout_batch_size 2 --max_steps 2 --actor_learning_rate 1e-3 --init_kl_coef 0.1
     --advantage_estimator reinforce --entropy_coef 0.01 --num_episodes 2 --save_path {folder}/model"""
 IMAGES = "--pretrain {tiny}/llava --prompt_data {tiny}/llava/images.jsonl --image_key images"
@@ -65,7 +65,9 @@ def test_ids_beyond_the_tokenizer_are_neither_sampled_nor_trained(
 ) -> None:
     start = save_padded(tmp_path / "padded", tiny / "actor")
     n_known = len(AutoTokenizer.from_pretrained(start))
-    options = f"--pretrain {start} --prompt_data {tiny}/prompts.jsonl --old_log_probs recompute --dump_tokens {more}"
+    options = (
+        f"--pretrain {start} --prompt_data {tiny}/prompts.jsonl --old_log_probs recompute {more}"
+    )
     output = train(launch, f"{options} --dump_rollouts {tmp_path}/rollouts", folder=tmp_path)
     assert "ids 13 that the tokenizer does not know, up to 23" in output
     steps = [row for row in logged(tmp_path / "model") if "rollout_log_prob_gap_max" in row]

@@ -90,9 +90,9 @@ steps     13 2 ppo --train_batch_size 6 --rollout_batch_size 12 --max_epochs 2
 uneven    13 1 ppo --train_batch_size 12 --rollout_batch_size 24 --max_epochs 2
 prompt     1 2 ppo --train_batch_size 14
 function   1 2 ppo --train_batch_size 12 --rollout_batch_size 24 --max_epochs 2 --reward_fn {folder}/reward.py
-                   --critic_pretrain {tiny}/reward --normalize_reward --reward_normalizer running
-verified   1 2 ppo --train_batch_size 12 --rollout_batch_size 24 --max_epochs 2 --verifiable_reward length
-                   --verify_length 4 --n_samples_per_prompt 2 --advantage_estimator rloo
+                   --critic_pretrain {tiny}/reward --normalize_reward running
+verified   1 2 ppo --train_batch_size 12 --rollout_batch_size 24 --max_epochs 2 --verifiable_reward length:4
+                   --n_samples_per_prompt 2 --advantage_estimator rloo
 dynamic    0 0 ppo --train_batch_size 8 --rollout_batch_size 4 --reward_fn {folder}/reward.py --dynamic_sampling
                    --n_samples_per_prompt 4 --advantage_estimator group_norm
 samples    5 2 ppo --train_batch_size 14 --n_samples_per_prompt 2
@@ -100,7 +100,7 @@ grpo       7 2 ppo --train_batch_size 14 --n_samples_per_prompt 2 --advantage_es
                    --loss_agg sequence_mean --use_kl_loss --kl_estimator k3 --entropy_coef 0.02 --eps_clip_high 0.3
 gspo       7 2 ppo --train_batch_size 14 --n_samples_per_prompt 2 --advantage_estimator rloo --max_epochs 2
                    --policy_loss_type gspo --eps_clip 0.003 --missing_eos_penalty 0.5 --normalize_reward
-                   --reward_normalizer running --kl_target 0.1 --kl_horizon 100
+                   running --kl_target 0.1 --kl_horizon 100
 remax     13 2 ppo --train_batch_size 14 --advantage_estimator remax --policy_loss_type cispo --loss_agg constant
                    --rollout_correction tis --overlong_filter
 values    13 2 ppo --train_batch_size 14 --value_pretrain_steps 1 --lambd_critic 1.0 --adaptive_lambd_alpha 0.2
@@ -121,7 +121,7 @@ images_agent 7 1 ppo --train_batch_size 14 --n_samples_per_prompt 2 --advantage_
                    --agent {tiny}/llava/gallery.py:solve --apply_chat_template
 images_shown 7 1 ppo --train_batch_size 14 --n_samples_per_prompt 2 --advantage_estimator rloo --pretrain {tiny}/llava
                    --agent {tiny}/llava/gallery.py:solve --apply_chat_template --reward_pretrain {tiny}/llava/reward
-ema       13 1 ppo --train_batch_size 6 --rollout_batch_size 12 --enable_ema --ema_beta 0.5
+ema       13 1 ppo --train_batch_size 6 --rollout_batch_size 12 --ema_beta 0.5
 sft       13 2 sft --train_batch_size 14 --pretrain {tiny}/actor --dataset {tiny}/sft.jsonl
                    --eval_dataset {tiny}/sft.jsonl
 rm        13 2 rm  --train_batch_size 14 --pretrain {tiny}/reward --dataset {tiny}/preference.jsonl
@@ -195,7 +195,7 @@ FLOAT32 = [
     *(Case("steps", stage, more="--offload_idle") for stage in (0, 2, 3)),
     *(Case(task, 3, 4, 4, "--max_num_seqs 2") for task in ("step", "samples")),
     # What makes training faster does not change it: compiled layers, the engine's log-probs for the old policy's, and
-    # the critic's values from the forward that is trained on, as without a limit on the buffer in "step" and "values".
+    # the critic's values from the forward that is trained on, as without --overlong_filter in "step" and "values".
     *(
         Case("step", 0, 4, 4, "--compile"),
         Case("step", 2, 4, 4, "--compile --gradient_checkpointing"),
@@ -205,10 +205,10 @@ FLOAT32 = [
     * CAN_COMPILE,
     Case("steps", 3, 4, 4, "--old_log_probs recompute"),
     *(
-        Case("step", stage, 4, 4, "--buffer_limit 14" + " --offload_idle" * (stage == 3))
+        Case("step", stage, 4, 4, "--overlong_filter" + " --offload_idle" * (stage == 3))
         for stage in (0, 3)
     ),
-    *(Case("values", stage, 3, 4, "--buffer_limit 14") for stage in (0, 1)),
+    *(Case("values", stage, 3, 4, "--overlong_filter") for stage in (0, 1)),
 ]
 BF16 = [
     Case("uneven", stage, 1, 1, f"--bf16 {more}".strip()) for stage in STAGES for more in ("", LORA)
@@ -226,7 +226,7 @@ def reference(case: Case) -> Case:
     shares = case.task == "images" or "groups" in case.task
     more = [
         part
-        for part in (LORA, "--no_freeze_vision_tower", "--freeze_connector")
+        for part in (LORA, "--no_freeze_vision_tower", "--freeze_connector", "--overlong_filter")
         if part in case.more
     ]
     return Case(case.task, more=" ".join(more + ["--share_prompts off"] * shares))
@@ -244,7 +244,7 @@ EVERY_RUN = {
         and case.more
         and "--compile" not in case.more
     ),
-    (2, Case("values", 1, 3, 4, "--buffer_limit 14")),
+    (2, Case("values", 1, 3, 4, "--overlong_filter")),
     *(
         (2, case)
         for case in FLOAT32
@@ -334,7 +334,7 @@ def arguments_of(case: Case) -> str:
             " --prompt_data {tiny}/llava/images.jsonl --image_key images --pretrain {tiny}/llava"
         )
     if case.task in ("images", "images_gae"):
-        flags += " --verifiable_reward length --verify_length 4"
+        flags += " --verifiable_reward length:4"
     flags += "" if "--prompt_data" in flags else " --prompt_data {tiny}/prompts.jsonl"
     flags += "" if "--pretrain " in flags else " --pretrain {tiny}/actor"
     flags += """ --pretrain_data {tiny}/documents.jsonl

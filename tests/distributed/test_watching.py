@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.distributed.runs import left_by, outcome, vector
+from tests.distributed.runs import OPTIONS, left_by, outcome, vector
 
 COMMON = """--pretrain {tiny}/actor --reward_pretrain {tiny}/reward --prompt_data {tiny}/prompts.jsonl
     --input_key input --max_samples 10 --generate_max_len 6 --n_samples_per_prompt 2 --rollout_batch_size 4
@@ -19,12 +19,11 @@ TWICE = f"{COMMON} --micro_rollout_batch_size 3 --max_epochs 2 --num_episodes 2 
 DROPOUT = f"{COMMON} --zero_stage 3 --lora_rank 2 --lora_dropout 0.3"
 CASES = {
     "watched": f"{TWICE} --profile_steps 2 --use_tensorboard {{folder}}/tb --log_samples_every 1",
-    "unwatched": f"{TWICE} --no_self_check --log_samples_every 0",
+    "unwatched": f"{TWICE} --config {OPTIONS}/no_self_check.yaml --log_samples_every 0",
     "lora": f"""{COMMON} --micro_rollout_batch_size 3 --zero_stage 3 --lora_rank 3 --critic_lora_rank 0 --bf16
         --profile_steps 1-2 --micro_train_batch_size 2""",
     "check on": f"{DROPOUT} --engine_check on",
     "check off": f"{DROPOUT} --engine_check off",
-    "limited": f"{COMMON} --buffer_limit 3 --micro_rollout_batch_size 1 --micro_train_batch_size 2",
 }
 Runs = dict[str, dict[str, Any]]
 

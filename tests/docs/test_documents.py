@@ -131,7 +131,7 @@ def test_every_estimator_loss_and_option_of_an_algorithm_has_its_page() -> None:
         "value_pretrain_steps",
         "freezing_actor_steps",
         "ptx_coef",
-        "enable_ema",
+        "ema_beta",
     ]
     assert [option for option in options if f"--{option}" not in pages] == []
 

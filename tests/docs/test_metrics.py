@@ -37,18 +37,18 @@ tasks:
 RUNS = {
     "critic": f"""{TRAIN_PPO} --reward_pretrain reward --eval_data prompts.jsonl,sft.jsonl --eval_before_training
         --eval_steps 1 --eval_n_samples_per_prompt 2 --eval_temperature 1
-        --pretrain_data documents.jsonl --pretrain_key text --dump_rollouts metrics/critic/rollouts --dump_tokens""",
+        --pretrain_data documents.jsonl --dump_rollouts metrics/critic/rollouts""",
     "named": f"""{TRAIN_PPO.replace("prompts.jsonl", "prompts.jsonl,sft.jsonl")} --reward_fn two.py
         --advantage_estimator group_norm --n_samples_per_prompt 2 --use_kl_loss --kl_estimator k3
         --eval_data prompts.jsonl --eval_reward_fn two.py --reward_clip_range -1 1""",
     "dynamic": f"""{TRAIN_PPO} --reward_fn two.py --advantage_estimator rloo --n_samples_per_prompt 4 --dynamic_sampling
-        --rollout_correction mis --rollout_correction_level sequence --rollout_correction_veto 1e-4""",
+        --rollout_correction mis level=sequence veto=1e-4""",
     "greedy": f"{TRAIN_PPO} --reward_fn two.py --advantage_estimator remax",
-    "process": f"""{TRAIN_PPO} --reward_fn two.py --prm_pretrain policy --prm_placeholder_token ки
-        --prm_reward_tokens + - --step_separator a --eval_data prompts.jsonl
-        --policy_loss_type double_sided --n_samples_per_prompt 2 --normalize_reward --reward_normalizer group""",
+    "process": f"""{TRAIN_PPO} --reward_fn two.py --prm_pretrain policy
+        --step_separator a --eval_data prompts.jsonl
+        --policy_loss_type double_sided --n_samples_per_prompt 2 --normalize_reward group""",
     "agent": f"""{TRAIN_PPO} --agent agent.py:solve --episode_max_len 300 --n_samples_per_prompt 2
-        --eval_data prompts.jsonl --check_rendering warn --policy_loss_type decoupled
+        --eval_data prompts.jsonl --config rendering.yaml --policy_loss_type decoupled
         --dump_rollouts metrics/agent/rollouts""",
     "tasks": f"""train_ppo {SMALL} --pretrain policy --tasks tasks.yaml --max_steps 3 --rollout_batch_size 4
         --generate_max_len 4 --episode_max_len 300""",
@@ -78,6 +78,7 @@ def documented(heading_pattern: str) -> list[str]:
 def logs(run: Run, workshop: Path) -> Logs:
     """Names in each file of each run."""
     (workshop / "two.py").write_text(REWARD)
+    (workshop / "rendering.yaml").write_text("check_rendering: warn\n")
     (workshop / "agent.py").write_text(AGENT)
     (workshop / "tasks.yaml").write_text(TASKS)
     train(

@@ -86,9 +86,7 @@ class Game(NumberGame):
 """A number from 0 to 2 in two guesses: higher and lower say which the second one is, if the first is 1."""
 
 
-@pytest.mark.parametrize(
-    "estimator", ["gae", "rloo --dynamic_sampling --dynamic_sampling_max_batches 2"]
-)
+@pytest.mark.parametrize("estimator", ["gae", "rloo --dynamic_sampling 2"])
 def test_a_model_learns_to_use_what_its_environment_says(
     train: Train, tmp_path: Path, estimator: str
 ) -> None:

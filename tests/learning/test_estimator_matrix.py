@@ -24,8 +24,8 @@ MODELS = {
 }
 NORMALIZERS: dict[str, dict[str, Any]] = {
     "none": {},
-    "group": {"normalize_reward": True, "reward_normalizer": "group"},
-    "running": {"normalize_reward": True, "reward_normalizer": "running"},
+    "group": {"normalize_reward": "group"},
+    "running": {"normalize_reward": "running"},
 }
 REFUSED = [("group_norm", "group"), ("remax", "group")]
 """Estimators that compare by themselves, beside a normalizer that does."""

@@ -101,7 +101,7 @@ SLOW = [
 CRITIC_FREE = [
     "reinforce",
     "group_norm --use_kl_loss --kl_estimator k3",
-    "dr_grpo --dynamic_sampling --dynamic_sampling_max_batches 2 --enable_ema",
+    "dr_grpo --dynamic_sampling 2 --ema_beta 0.992",
     "remax",
     "rloo --policy_loss_type cispo --rollout_correction tis",
     *(pytest.param(flags, marks=pytest.mark.slow) for flags in SLOW),

@@ -8,7 +8,7 @@ from typing import Any
 
 import openppo.config
 from openppo.__main__ import commands
-from openppo.config.fields import declared_options
+from openppo.config.fields import declared_options, rules_of
 
 REPO = Path(__file__).resolve().parents[2]
 PACKAGE = REPO / "openppo"
@@ -45,15 +45,19 @@ def command_configs() -> dict[str, Any]:
 
 @cache
 def flags_of(command: str) -> set[str]:
-    """Field names, and ``no_`` before boolean ones."""
-    options = declared_options(command_configs()[command])
+    """Field names but those of files, and ``no_`` before boolean ones and switches with a value."""
+    declared = declared_options(command_configs()[command])
+    options = {name: field for name, field in declared.items() if not rules_of(field).of_files}
+    switches = {
+        name for name, field in options.items() if field.type == "bool" or rules_of(field).alone
+    }
     return {
         "config",
         *(["recipe"] if command == "train_ppo" else []),
         "help",
         "version",
         *options,
-        *(f"no_{name}" for name in options if options[name].type == "bool"),
+        *(f"no_{name}" for name in switches),
     }
 
 

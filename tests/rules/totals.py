@@ -27,26 +27,32 @@ import re
 from pathlib import Path
 import openppo.config
 from openppo.__main__ import commands
-from openppo.config.fields import declared_options
+from openppo.config import TrainPPOConfig
+from openppo.config.fields import declared_options, rules_of
 names = set()
 for command in commands():
     text = (Path("openppo/cli") / f"{command}.py").read_text("utf-8")
     config = re.findall(r"^from openppo.config import (\\w+)", text, re.MULTILINE)[0]
     names |= set(declared_options(vars(openppo.config)[config]))
-print(len(names))
+of_ppo = declared_options(TrainPPOConfig).values()
+flags = [option for option in of_ppo if not getattr(rules_of(option), "of_files", False)]
+print(len(names), len(flags))
 """
+"""Prints the number of options of all commands, and of those of train_ppo that are flags."""
 
 
 def totals(folder: Path) -> dict[str, int | None]:
     """Sizes of the package in a folder; ``None`` for the options if its commands do not tell them in this way."""
     texts = [file.read_text("utf-8") for file in sorted((folder / "openppo").rglob("*.py"))]
     codes = [code(text) for text in texts]
+    options, flags = n_options(folder)
     return {
         "tokens": sum(n_tokens for n_tokens, _ in codes),
         "code lines": sum(n_lines for _, n_lines in codes),
         "lines": sum(text.count("\n") for text in texts),
         "files": len(texts),
-        "options": n_options(folder),
+        "options": options,
+        "flags of train_ppo": flags,
     }
 
 
@@ -68,12 +74,15 @@ def is_text(statement: list[tokenize.TokenInfo]) -> bool:
     return len(statement) == 1 and statement[0].type == tokenize.STRING
 
 
-def n_options(folder: Path) -> int | None:
-    """How many options all commands have together, each name once."""
+def n_options(folder: Path) -> tuple[int | None, int | None]:
+    """How many options all commands have together, each name once, and how many flags train_ppo has."""
     environment = os.environ | {"PYTHONPATH": str(folder)}
     command = [sys.executable, "-c", OPTIONS]
     answer = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    return int(answer.stdout) if answer.returncode == 0 else None
+    if answer.returncode != 0:
+        return None, None
+    options, flags = map(int, answer.stdout.split())
+    return options, flags
 
 
 def totals_at(commit: str) -> dict[str, int | None]:
@@ -88,12 +97,12 @@ def totals_at(commit: str) -> dict[str, int | None]:
 
 def table(now: dict[str, int | None], before: dict[str, int | None] | None, commit: str) -> str:
     """One line a size, with what it was."""
-    head = f"{'openppo/':<12}{'now':>10}"
+    head = f"{'openppo/':<20}{'now':>10}"
     if before is not None:
         head += f"{f'at {commit[:8]}':>14}{'change':>10}"
     rows = [head]
     for name, size in now.items():
-        row = f"{name:<12}{shown(size):>10}"
+        row = f"{name:<20}{shown(size):>10}"
         if before is not None:
             row += f"{shown(before[name]):>14}{change(size, before[name]):>10}"
         rows.append(row)

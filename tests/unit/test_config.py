@@ -27,7 +27,7 @@ from openppo.config import (
     parse_probs,
     tools,
 )
-from openppo.config.fields import Options, declared_options, rules_of
+from openppo.config.fields import Options, declared_options, rules_of, spelling
 from openppo.experience.forwards import old_log_probs_from
 
 COMMANDS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -158,7 +158,7 @@ def test_a_value_out_of_bounds_is_an_error_that_names_flag_and_bound(command):
                 config_of(
                     command, **{name: (value, *pair[1:]) if "tuple" in kind else value}
                 ).validate(1)
-            assert str(error.value).startswith(f"--{name} {allowed.bound.says}"), name
+            assert str(error.value).startswith(f"{spelling(declared)} {allowed.bound.says}"), name
             assert allowed.note in str(error.value)
 
 
@@ -174,30 +174,29 @@ ppo rollout_batch_size=64.0 | must be int, got 64.0.
 ppo bf16="'false'" | must be bool, got 'false'.
 ppo max_samples="'7'" | must be int | None, got '7'.
 ppo adam_betas=[0.9] | must be tuple[float, float], got (0.9,).
-ppo verifiable_reward=[maths] | must be tuple[Literal['exact_match', 'regex'
+ppo verifiable_reward=[maths] | must be exact_match, math, regex:PATTERN or length:TOKENS, got maths
 sft keep_best=eval_loss | eval_loss compares ... --eval_dataset
 ppo keep_best=eval_reward | eval_reward compares ... --eval_data
 ppo keep_best=eval_pass@1 eval_data=e reward_pretrain=r | eval_pass@1: which reward...passes...--pass_reward
-ppo pass_on=rihgt reward_fn=None verifiable_reward=[length] verify_length=5 | names rihgt, but the rewards are reward
+ppo pass_on=rihgt reward_fn=None verifiable_reward=[length:5] | names rihgt, but the rewards are reward
 ppo pass_on=prm reward_pretrain=r prm_pretrain=p | prm: which reward of a reward model ... passes...--pass_reward
 ppo pass_on=reward reward_fn=None reward_pretrain=r | reward: which reward of a reward model...--pass_reward
 ppo pass_on= | must not be empty
 evaluate pass_on=rihgt reward_fn=None reward_pretrain=r | names rihgt, but the rewards are reward
 evaluate pass_on=reward_model reward_pretrain=r | reward_model: which reward of a reward model...--pass_reward
 ppo keep_best=reward | reward is not an evaluation metric
-ppo dry_run_ranks=8 | has an effect with --dry_run only: add it
-ppo dry_run=true dry_run_ranks=3 | ...--train_batch_size 128 ... among 3 ranks: use a multiple of 3
+ppo dry_run=x | must stand alone, or name ranks and GiB of each GPU as 8x80, 8x or x80, got x
+ppo dry_run=3x | ...--train_batch_size 128 ... among 3 ranks: use a multiple of 3
 sft adam_offload=true zero_stage=0 | needs ... use --zero_stage 1, 2 or 3
 sft train_batch_size=5 ranks=2 | 5 ... among 2 ranks: use a multiple of 2
 ppo ckpt_path=~/run | must be the path of a folder; "~" is not expanded here, got ~/run
 ppo save_path=~/run | must be the path of a folder; "~" is not expanded here, got ~/run
-ppo reward_normalizer=running | running has no effect without --normalize_reward
-ppo reward_normalizer=group | group has no effect without --normalize_reward
-ppo reward_normalizer=group normalize_reward=true | group compares ... use --n_samples_per_prompt of at least 2
-ppo reward_normalizer=group normalize_reward=true n_samples_per_prompt=2 advantage_estimator=group_norm | ...the same
-ppo reward_normalizer=group normalize_reward=true n_samples_per_prompt=2 advantage_estimator=remax | ...a greedy resp
-ppo reward_timeout=1.0 | has no effect without --reward_workers: ... add 1 or more
-evaluate reward_timeout=1.0 | has no effect without --reward_workers
+ppo normalize_reward=mean | must be off, model, running or group, got 'mean'
+ppo normalize_reward=group | group compares ... use --n_samples_per_prompt of at least 2
+ppo normalize_reward=group n_samples_per_prompt=2 advantage_estimator=group_norm | ...the same
+ppo normalize_reward=group n_samples_per_prompt=2 advantage_estimator=remax | ...a greedy resp
+ppo reward_timeout=1.0 | 1.0 has no effect without --reward_workers: give --reward_workers too, or leave it out.
+evaluate reward_timeout=1.0 | 1.0 has no effect without --reward_workers
 ppo tasks=t.yaml max_steps=1 reward_fn=None prompt_data="" eval_reward_fn=f.py | ...its eval_reward_fn too
 ppo eval_reward_fn=f.py | scores evaluations: give held-out prompts with --eval_data
 ppo keep_best=eval_pass@1 eval_data=e remote_rm_url=http://h | eval_pass@1: which reward...--pass_reward
@@ -208,7 +207,7 @@ ppo reward_fn=none ref_pretrain=r init_kl_coef=0.0 | none learns ... give a posi
 ppo reward_fn=none ref_pretrain=r reward_pretrain=m | ...--reward_pretrain is about rewards ... leave one of them out
 ppo reward_fn=none ref_pretrain=r verifiable_reward=[math] | ...--verifiable_reward is about ... leave one of them out
 ppo reward_fn=none ref_pretrain=r reward_weights=[a=1] | ...--reward_weights is about rewards
-ppo reward_fn=none ref_pretrain=r normalize_reward=true reward_normalizer=running | ...--normalize_reward is about
+ppo reward_fn=none ref_pretrain=r normalize_reward=running | ...--normalize_reward is about
 ppo reward_fn=none ref_pretrain=r missing_eos_penalty=1.0 | ...--missing_eos_penalty is about rewards
 ppo reward_fn=none ref_pretrain=r dynamic_sampling=true | ...--dynamic_sampling is about rewards
 ppo reward_fn=none ref_pretrain=r kl_target=1.0 | ...--kl_target is about rewards
@@ -226,25 +225,24 @@ ppo reward_fn=none ref_pretrain=r tasks=t.yaml max_steps=1 prompt_data="" | none
 evaluate reward_fn=none | none leaves nothing to evaluate: use openppo.cli.generate
 ppo tool_rewards=none tools=t.py reward_fn=None | none: rewards of --tools t.py are not added. No reward is given: pass
 evaluate tool_rewards=none tools=t.py reward_fn=None | none: rewards of --tools t.py are not added. No reward is given
-ppo tool_rewards=none agent=a.py | none has no effect without --tools: leave it out
+ppo tool_rewards=none agent=a.py | none has no effect without --tools: give --tools too, or leave it out
 ppo "input_template={} {}" | must contain {} once, where the prompt goes; got '{} {}'
-ppo chat_template_kwargs={} | has no effect without --apply_chat_template: add
-sft chat_template=f | has no effect without --apply_chat_template: add
-rm scores_key=s | has no effect without --responses_key: add
+ppo chat_template_kwargs={} | {} has no effect without --apply_chat_template: give
+sft chat_template=f | f has no effect without --apply_chat_template: give
+rm scores_key=s | s has no effect without --responses_key: give
 rm responses_key=r margin_key=m | ...--margin_key is about pairs, and --responses_key names rankings
-rm tools_key=t | has no effect without --apply_chat_template: add
+rm tools_key=t | t has no effect without --apply_chat_template: give
 ppo tools=t.py prompt_truncation=left | ...left cuts no conversation of agents: use drop or error
 evaluate tools=t.py reward_fn=f.py tools_key=t apply_chat_template=true | ...no agent can run: leave it out
 sft apply_chat_template=true chat_template_kwargs=a=1 | ...--chat_template_kwargs a=1: not a JSON obj
 ppo rollout_batch_size=6 train_batch_size=4 n_samples_per_prompt=2 ranks=4 | 6 does not divide among 4...multiple of 4
 ppo rollout_batch_size=6 train_batch_size=4 n_samples_per_prompt=3 ranks=2 | 6 x ...= 18 samples...a divisor of
-ppo buffer_limit=63 ranks=2 | 63 on 2 ranks holds less...128: raise it
 ppo advantage_estimator=reinforce_baseline | reinforce_baseline compares ... use --n_samples_per_prompt of at least 2
 ppo advantage_estimator=rloo | rloo compares ... use --n_samples_per_prompt of at least 2
 ppo advantage_estimator=group_norm | group_norm compares ... use --n_samples_per_prompt of at least 2
 ppo advantage_estimator=dr_grpo | dr_grpo compares ... use --n_samples_per_prompt of at least 2
 ppo dynamic_sampling=true | ...use --n_samples_per_prompt of at least 2
-ppo kl_target=1.0 kl_horizon=102 | ...--kl_horizon 102 is too short for a step of 512 samples
+ppo kl_target=1.0 kl_horizon=102 | ...kl_horizon 102 is too short for a step of 512 samples
 ppo policy_loss_type=pppo | must be ppo, gspo, cispo, double_sided, decoupled, or path.py:name of your own, got pppo.
 ppo advantage_estimator=my.py | must be gae, ... or path.py:name of your own, got my.py.
 ppo prompt_order=random | must be shuffled, given, or path.py:name of your own, got random.
@@ -256,27 +254,30 @@ ppo use_kl_loss=true init_kl_coef=0.0 kl_estimator=k3 | ...give a positive --ini
 ppo use_kl_loss=true | with --kl_estimator k1 ... Use --kl_estimator k2 or k3
 ppo kl_estimator=k2 | k2 as a reward ...Use --kl_estimator k1, or put it into the loss with --use_kl_loss
 ppo kl_estimator=k3 kl_target=1.0 | k3 as a reward ...Use --kl_estimator k1, or put it into the loss with --use_kl_loss
-ppo rollout_correction_high=2.0 | has no effect without --rollout_correction
-ppo rollout_correction_level=sequence | has no effect without --rollout_correction
-ppo rollout_correction_veto=0.1 | has no effect without --rollout_correction
-ppo rollout_correction_veto=1.0 rollout_correction=tis | must lie in (0, 1), got 1
+ppo rollout_correction=[none,high=2] | none corrects nothing: leave high=2 out
+ppo rollout_correction=sequence | begins with none, tis, mis or icepop, got 'sequence'
+ppo rollout_correction=[tis,top=2] | takes low=NUMBER, high=NUMBER, veto=NUMBER and level=NAME, got 'top=2'
+ppo rollout_correction=[mis,level=word] | level= takes token, sequence or geometric, got 'word'
+ppo rollout_correction=[tis,veto=1] | veto=1.0 must lie in (0, 1)
+ppo rollout_correction=[mis,low=-1] | low=-1.0 must not be negative
+ppo rollout_correction=[tis,high=0] | high=0.0 must be positive
 ppo dual_clip=3.0 policy_loss_type=double_sided | ...double_sided has none: leave --dual_clip out
 ppo old_log_probs=recompute policy_loss_type=double_sided | recompute ... leave it out, or use ... decoupled
 ppo old_log_probs=rollout policy_loss_type=decoupled | rollout ... Leave it out, or use ... double_sided
 ppo rollout_correction=tis policy_loss_type=double_sided | tis ... Leave it out, or use --policy_loss_type ppo
 ppo rollout_correction=mis policy_loss_type=decoupled | mis ... Leave it out, or use --policy_loss_type ppo
 ppo dual_clip=3.0 policy_loss_type=cispo | ...leave --dual_clip out
-ppo rollout_correction_low=0.5 rollout_correction=tis | ...tis: use mis or icepop
-ppo rollout_correction_low=2.0 rollout_correction_high=1.0 rollout_correction=mis | 2.0 must be below
+ppo rollout_correction=[tis,low=0.5] | tis cuts above only: leave low=0.5 out, or use mis or icepop
+ppo rollout_correction=[mis,low=2,high=1] | low=2.0 must be below high=1.0
 ppo overlong_buffer_len=2000 | 2000 is longer than --generate_max_len 1024
-ppo normalize_reward=true | ...no --reward_pretrain has mean and std: use --reward_normalizer running
+ppo normalize_reward=true | ...no --reward_pretrain has mean and std: use --normalize_reward running
 ppo reward_weights=[a] | takes NAME=NUMBER ... got 'a'
 ppo reward_weights=[a=1,a=2] | names 'a' twice
 ppo reward_fn=None reward_pretrain=r prm_pretrain=p reward_weights=[prm=1,reward=2] | ...are reward_model, prm. Use
 evaluate reward_fn=None reward_pretrain=r reward_weights=[prm=1] | ...names prm, but the rewards are reward. Use
 ppo reward_fn=None remote_rm_url=http://h reward_weights=[remote=2] | ...names remote, but the rewards are reward.
-ppo verifiable_reward=[regex] | regex needs --verify_regex
-ppo verify_length=5 | has no effect without --verifiable_reward length
+ppo verifiable_reward=[regex] | must be exact_match, math, regex:PATTERN or length:TOKENS, got regex
+ppo verifiable_reward=[length:0] | must be exact_match, math, regex:PATTERN or length:TOKENS, got length:0
 ppo verifiable_reward=[math,math] | names one of math math twice
 ppo verifiable_reward=[math] input_key=q | ...math compares with a label: ... --label_key
 ppo prompt_data="" | ...No prompts are given: pass --prompt_data FILE
@@ -292,7 +293,7 @@ generate n_samples_per_prompt=2 | 2 with --temperature 0 gives one response...ra
 ppo eval_before_training=true | needs --eval_data
 ppo val_only=true | needs --eval_data
 ppo val_only=true eval_data=e rollout_ranks=1 ranks=2 | evaluates on the ranks that train...: leave out --rollout_ranks
-ppo dump_tokens=true | adds to --dump_rollouts: name a folder
+ppo dump_max_mib=1.0 | 1.0 has no effect without --dump_rollouts: give --dump_rollouts too, or leave it out
 ppo dump_rollouts= | must be the path of a folder
 ppo dump_max_mib=0 dump_rollouts=d | must be positive
 ppo zpg=2 ranks=2 | 2 partitions weights, ... use --zero_stage 3
@@ -341,9 +342,8 @@ def test_options_that_cannot_work_are_an_error_with_flag_and_remedy(row):
         validate(line)
     first, *others = message.split("...")
     said = str(error.value)
-    assert said.startswith(
-        f"--{line.split()[1].strip(chr(34)).partition('=')[0]} {first.strip()}" if first else ""
-    )
+    name = line.split()[1].strip('"').partition("=")[0]
+    assert said.removeprefix("--").startswith(f"{name} {first.strip()}" if first else "")
     assert [part for part in others if part.strip() not in said] == []
 
 
@@ -369,7 +369,7 @@ def test_no_number_may_be_nan_or_infinite(command, number):
                 try:
                     config_of(command, **{name: value}).validate(1)
                 except ValueError as error:
-                    assert str(error).startswith(f"--{name} ")
+                    assert str(error).startswith(f"{spelling(declared)} ")
                 else:
                     accepted.append(name)
     assert accepted == ["reward_clip_range"] * (
@@ -380,13 +380,12 @@ def test_no_number_may_be_nan_or_infinite(command, number):
 EDGES = """
 ppo value_clip=None gamma=0.0 lambd=0.0 init_kl_coef=0.0 ptx_coef=0.0 max_norm=0.0 l2=0.0 seed=0
 ppo actor_learning_rate=0.0 critic_learning_rate=0 top_p=1.0e-9 top_k=1 max_samples=1 adam_betas=[0.0,0.0]
-ppo buffer_limit=64 ranks=2
 ppo rollout_batch_size=6 n_samples_per_prompt=4 train_batch_size=12 ranks=3
 ppo reward_fn=None reward_pretrain=r normalize_reward=true
 ppo advantage_estimator=rloo reward_fn=None prompt_data="" tasks=t.yaml max_steps=1
-ppo reward_pretrain=r verifiable_reward=[length] verify_length=5
-ppo normalize_reward=true reward_normalizer=running
-ppo normalize_reward=true reward_normalizer=group n_samples_per_prompt=2
+ppo reward_pretrain=r verifiable_reward=[length:5]
+ppo normalize_reward=running
+ppo normalize_reward=group n_samples_per_prompt=2
 ppo reward_workers=2 reward_timeout=0.5
 ppo keep_best=eval_pass@1 eval_data=e remote_rm_url=http://h eval_reward_fn=f.py
 ppo kl_target=6.0 use_kl_loss=true kl_estimator=k3

@@ -101,7 +101,7 @@ def test_what_lowers_memory_in_a_phase_is_named_unless_the_run_has_or_refuses_it
 def test_flags_are_of_the_command_and_those_that_keep_the_gradient_come_first():
     sft = remedies("step", flat_dict(from_options(TrainSFTConfig, pretrain="m", dataset="d")))
     assert "--max_len" in sft
-    assert not {"--generate_max_len", "--max_num_seqs", "--buffer_cpu_offload"} & set(sft)
+    assert not {"--generate_max_len", "--max_num_seqs", "--offload_idle"} & set(sft)
     commands = map(declared_options, (TrainPPOConfig, TrainSFTConfig, EvaluateConfig))
     assert {flag.split()[0][2:] for flag in REMEDIES} <= {
         name for options in commands for name in options
@@ -114,10 +114,7 @@ def test_flags_are_of_the_command_and_those_that_keep_the_gradient_come_first():
         < flags.index("--generate_max_len")
     )
     assert flags[-1] == "--lora_rank 16"
-    assert not any(
-        "offload" in flag
-        for flag in remedies("training", ppo(buffer_cpu_offload=False), on_cpu=True)
-    )
+    assert not any("offload" in flag for flag in remedies("training", ppo(), on_cpu=True))
 
 
 def test_sizes_are_the_options_that_decide_memory():

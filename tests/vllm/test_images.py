@@ -97,7 +97,7 @@ def test_ppo_samples_after_images_with_the_weights_of_each_step(options, tmp_pat
         --image_key images --reward_fn {tmp_path}/reward.py --rollout_batch_size 8 --train_batch_size 16
         --n_samples_per_prompt 2 --micro_train_batch_size 4 --generate_max_len 8 --prompt_max_len 16 --num_episodes 2
         --advantage_estimator group_norm --actor_learning_rate 1e-2 --lr_scheduler constant --lr_warmup_ratio 0
-        --init_kl_coef 0 --no_freeze_vision_tower {options} --save_steps 1 --save_hf_ckpt --dump_tokens
+        --init_kl_coef 0 --no_freeze_vision_tower {options} --save_steps 1 --save_hf_ckpt
         --dump_rollouts {tmp_path}/rollouts --save_path {tmp_path}/model"""
     run(f"{TORCHRUN} 2 -m openppo.cli.train_ppo {arguments}", tmp_path, **ENVIRONMENT)
     media = [prompt.media for prompt in load(processor_of("llava"), rows)]

@@ -324,7 +324,7 @@ def greedy_answer(model, tokenizer, prompt):
 @pytest.mark.parametrize(
     ("ranks", "options", "saved"),
     [
-        (0, "--eval_steps 1 --enable_ema --ema_beta 0.5", AutoModelForCausalLM),
+        (0, "--eval_steps 1 --ema_beta 0.5", AutoModelForCausalLM),
         (2, "--eval_steps 2 --zero_stage 2", AutoModelForCausalLM),
         (2, "--eval_steps 2 --zero_stage 3", AutoModelForCausalLM),
         (0, "--eval_steps 2 --zero_stage 2 --lora_rank 4", AutoPeftModelForCausalLM),

@@ -97,7 +97,7 @@ class _PPOMemory:
             "training": self._training(),
         }
         checkpoint = 12 * sum(self.trained.values())
-        if self.config.ppo.enable_ema:
+        if self.config.ppo.ema_beta is not None:
             checkpoint += 4 * self.trained["actor"]
         roles = {role: model.lasting for role, model in self.models.items()}
         return Estimate(roles, phases, host=self.host, checkpoint=checkpoint, machine=self.machine)
@@ -105,12 +105,10 @@ class _PPOMemory:
     def _host(self) -> int:
         """Host memory: offloaded states, the replay buffer and the average."""
         ppo = self.config.ppo
-        host = sum(model.host for model in self.models.values())
+        host = self.buffer + sum(model.host for model in self.models.values())
         if ppo.offload_idle:
             host += sum(model.resting for model in self.models.values())
-        if ppo.buffer_cpu_offload:
-            host += self.buffer
-        if ppo.enable_ema:
+        if ppo.ema_beta is not None:
             host += 4 * self.machine.per_rank(self.trained["actor"])
         return host
 
@@ -141,10 +139,9 @@ class _PPOMemory:
         return activations + self.machine.live(self.models[role].gathered)
 
     def _training(self) -> int:
-        """The largest optimizer step, with the replay buffer unless it is on the host."""
+        """The largest optimizer step."""
         step = max(self._step(role) for role in self.trained)
-        training = self.machine.workspaces + self.lasting + step
-        return training if self.config.ppo.buffer_cpu_offload else training + self.buffer
+        return self.machine.workspaces + self.lasting + step
 
     def _step(self, role: str) -> int:
         """An optimizer step of the model of ``role``."""

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from openppo.config.foreign import openrlhf, others, trl, verl
+from openppo.config.foreign import earlier, openrlhf, others, trl, verl
 
 VALUES: dict[str, dict[str, str]] = {
     "advantage_estimator": {
@@ -71,7 +71,7 @@ class ForeignName:
 
     def options(self) -> list[str]:
         """Return our options that are mentioned."""
-        return _FLAG.findall(f"{self.flags} {self.note}")
+        return [name for name in _FLAG.findall(f"{self.flags} {self.note}") if name != "config"]
 
     def answer(self, name: str) -> str:
         """Say what one of the names is here: ``TRL's beta is --init_kl_coef here.``"""
@@ -92,6 +92,7 @@ def read_table(library: str, text: str) -> list[ForeignName]:
 
 
 NAMES: dict[str, list[ForeignName]] = {
+    "versions/names": read_table("", earlier.EARLIER),
     "trl/PPOConfig": read_table("TRL", trl.PPO),
     "trl/TrainingArguments": read_table("TRL", trl.TRAINING),
     "trl/GRPOConfig": read_table("TRL", trl.GRPO),
@@ -115,7 +116,7 @@ def answer_by_meaning(name: str, known: Container[str]) -> str | None:
         return row.answer(name)
     section, _, key = name.partition(".")
     if key and section in VERL_SECTIONS:
-        return f"{name} is not in the tables of docs/verl.md; see --help for all options."
+        return f"{name} is not in the tables of docs/verl.md; see --help all for every option."
     return None
 
 

@@ -16,7 +16,7 @@ PPO = """
     push_to_hub (off) = none | upload the saved folder with hf upload
     model_adapter_name, ref_adapter_name = --lora_rank | the reference is the actor with its adapters off
     num_ppo_epochs (4) = --max_epochs
-    whiten_rewards (off) = --normalize_reward | with --reward_normalizer running or group, and without the KL
+    whiten_rewards (off) = --normalize_reward | running or group, and without the KL
     kl_coef (0.05) = --init_kl_coef
     cliprange (0.2) = --eps_clip
     vf_coef (0.1) = --critic_learning_rate | actor and critic have an optimizer each
@@ -41,7 +41,7 @@ TRAINING = """
     save_total_limit = --max_ckpt_num
     resume_from_checkpoint = --load_checkpoint
     eval_strategy = --eval_steps | also --eval_before_training
-    deepspeed = --zero_stage | also --adam_offload, --zpg and --overlap_comm
+    deepspeed = --zero_stage | also --adam_offload, and in a --config file the lines 'zpg' and 'overlap_comm'
     peft_config = --lora_rank | also --lora_alpha, --lora_dropout and --target_modules
     callbacks = none | give them to build_ppo_trainer(config, callbacks=[...])
     processing_class = none | give it to build_ppo_trainer(config, tokenizer=...)
@@ -59,7 +59,7 @@ GRPO = """
     generation_batch_size, steps_per_generation = --rollout_batch_size | prompts, --n_samples_per_prompt responses each
     num_iterations (1) = --max_epochs
     epsilon (0.2) = --eps_clip
-    epsilon_high = --eps_clip_high | of loss_type cispo it is --cispo_eps_max
+    epsilon_high = --eps_clip_high | of loss_type cispo too
     delta = --dual_clip
     loss_type (dapo) = --loss_agg | dapo: token_mean, grpo: sequence_mean, dr_grpo: constant; cispo: --policy_loss_type
     importance_sampling_level (token) = --policy_loss_type gspo | for sequence
@@ -67,8 +67,8 @@ GRPO = """
     mask_truncated_completions (off) = --overlong_filter
     use_vllm (off) = --rollout_engine vllm
     vllm_importance_sampling_correction (on), vllm_importance_sampling_mode = --rollout_correction | tis cuts, mis masks
-    vllm_importance_sampling_clip_max (3.0), vllm_importance_sampling_cap = --rollout_correction_high
-    vllm_importance_sampling_clip_min = --rollout_correction_low
+    vllm_importance_sampling_clip_max (3.0), vllm_importance_sampling_cap = --rollout_correction | its word high=NUMBER
+    vllm_importance_sampling_clip_min = --rollout_correction | its word low=NUMBER
     min_p, repetition_penalty = none | log-probs are those of the model at --temperature, cut by --top_p and --top_k
     sync_ref_model, ref_model_sync_steps, ref_model_mixup_alpha = none | the reference stays as it is
     top_entropy_quantile, use_adaptive_entropy, multi_objective_aggregation = none | leave it out
@@ -87,7 +87,7 @@ GRPO = """
     dataset_test_split (test) = --eval_split
     dataset_config = none | write it behind the name, as in openai/gsm8k@main
     warmup_ratio = --lr_warmup_ratio
-    run_name = --wandb_run_name
+    run_name = the environment variable WANDB_NAME
     logging_dir = --use_tensorboard
     save_strategy = --save_steps
     eval_on_start = --eval_before_training

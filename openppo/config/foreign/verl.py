@@ -13,7 +13,7 @@ PPO = """
     data.max_response_length (512) = --generate_max_len
     data.truncation (error), data.filter_overlong_prompts (off) = --prompt_truncation
     data.train_batch_size (1024) = --rollout_batch_size | prompts of a step
-    data.gen_batch_size = --dynamic_sampling_max_batches | with --dynamic_sampling: further batches of the same size
+    data.gen_batch_size = --dynamic_sampling | further batches have the same size
     data.shuffle (on), data.seed = --seed | prompts are always shuffled
     data.custom_cls.path, data.custom_cls.name = --dataset_class | path.py:name
     data.apply_chat_template_kwargs = --chat_template_kwargs | with --apply_chat_template
@@ -79,7 +79,8 @@ PPO = """
     actor_rollout_ref.rollout.multi_turn.enable (off) = --tools | or --agent, --environment, --agent_command
     actor_rollout_ref.rollout.multi_turn.tool_config_path = --tools | the same YAML file
     actor_rollout_ref.rollout.multi_turn.max_assistant_turns = --max_turns
-    actor_rollout_ref.rollout.multi_turn.max_tool_response_length (256) = --max_tool_response_tokens
+    actor_rollout_ref.rollout.multi_turn.max_tool_response_length (256)
+    = the line 'max_tool_response_tokens' of a --config file
     actor_rollout_ref.rollout.multi_turn.format (hermes) = --tool_parser
     actor_rollout_ref.rollout.agent.default_agent_loop, actor_rollout_ref.rollout.agent.agent_loop_config_path
     = --agent | path.py:name of a coroutine
@@ -104,14 +105,14 @@ PPO = """
     algorithm.kl_penalty (kl) = --kl_estimator
     algorithm.kl_ctrl.kl_coef (0.001) = --init_kl_coef
     algorithm.kl_ctrl.type (fixed), algorithm.kl_ctrl.target_kl (0.1) = --kl_target | adaptive if given
-    algorithm.kl_ctrl.horizon (10000) = --kl_horizon
+    algorithm.kl_ctrl.horizon (10000) = the line 'kl_horizon' of a --config file
     algorithm.filter_groups.enable (off) = --dynamic_sampling
     algorithm.filter_groups.metric (reward) = none | --dynamic_sampling compares the rewards
-    algorithm.filter_groups.max_num_gen_batches (0) = --dynamic_sampling_max_batches
-    algorithm.rollout_correction.rollout_is = --rollout_correction tis | with --rollout_correction_level
-    algorithm.rollout_correction.rollout_is_threshold (2.0) = --rollout_correction_high
-    algorithm.rollout_correction.rollout_rs = --rollout_correction mis | with --rollout_correction_level
-    algorithm.rollout_correction.rollout_rs_threshold = --rollout_correction_low and --rollout_correction_high
+    algorithm.filter_groups.max_num_gen_batches (0) = --dynamic_sampling
+    algorithm.rollout_correction.rollout_is = --rollout_correction tis | with level=sequence for sequences
+    algorithm.rollout_correction.rollout_is_threshold (2.0) = --rollout_correction | its word high=NUMBER
+    algorithm.rollout_correction.rollout_rs = --rollout_correction mis | with level=sequence for sequences
+    algorithm.rollout_correction.rollout_rs_threshold = --rollout_correction | its words low=NUMBER and high=NUMBER
     algorithm.rollout_correction.bypass_mode (off) = --old_log_probs rollout
     algorithm.use_pf_ppo (off) = none | leave it out
     reward.reward_model.enable (off), reward_model.enable = --reward_pretrain | a model that is given counts
@@ -127,8 +128,8 @@ PPO = """
     = --overlong_penalty_factor
     trainer.total_epochs (30) = --num_episodes
     trainer.total_training_steps = --max_steps
-    trainer.project_name (verl_examples) = --wandb_project
-    trainer.experiment_name (gsm8k) = --wandb_run_name
+    trainer.project_name (verl_examples) = the environment variable WANDB_PROJECT
+    trainer.experiment_name (gsm8k) = the environment variable WANDB_NAME
     trainer.logger (console wandb) = --use_wandb or --use_tensorboard | the logs in --save_path are always written
     trainer.log_val_generations (0) = --log_samples_every
     trainer.rollout_data_dir, trainer.validation_data_dir = --dump_rollouts

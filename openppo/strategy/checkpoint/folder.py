@@ -27,7 +27,7 @@ T = TypeVar("T")
 MANIFEST = "manifest.json"
 MODEL = "model"
 """Folder of ``--save_hf_ckpt`` in a checkpoint: a resume never reads it, so no change to it is damage."""
-_FORMAT = 5
+_FORMAT = 6
 
 
 class CheckpointError(RuntimeError):

@@ -53,7 +53,7 @@ def kl_above_target(history: History, kl: float) -> str:
     """KL twice --kl_target."""
     target = history.option("kl_target")
     return (
-        f"KL is {kl / target:.1f} times --kl_target {target:g} since step {{since}}: make --kl_horizon shorter so that "
+        f"KL is {kl / target:.1f} times --kl_target {target:g} since step {{since}}: make kl_horizon shorter so that "
         "the coefficient follows sooner, raise --init_kl_coef, or lower --actor_learning_rate."
     )
 
@@ -201,7 +201,8 @@ def lost_groups(history: History, count: float) -> str:
 def reward_outside_clip(history: History, reward: float) -> str | None:
     """The mean reward, without that of single tokens, outside --reward_clip_range, without --normalize_reward."""
     clip = history.option("reward_clip_range")
-    if not clip or history.option("normalize_reward", False) or math.isnan(reward):
+    normalizes = history.option("normalize_reward") not in (None, False, "off")
+    if not clip or normalizes or math.isnan(reward):
         return None
 
     low, high = clip
@@ -301,7 +302,7 @@ def steps_skipped(history: History, _: float) -> str | None:
         return None
     return (
         f"{counts[-1]:.0f} optimizer steps so far were skipped because a loss or gradient was not finite (the run ends "
-        "after --max_skipped_steps in a row): lower the learning rate; their batches are in the folder 'skipped'."
+        "after max_skipped_steps in a row): lower the learning rate; their batches are in the folder 'skipped'."
     )
 
 
@@ -326,7 +327,7 @@ def engine_differs(history: History, kl: float) -> str:
     if causes:
         remedy = f"leave out {' and '.join(causes)}"
     corrects_itself = history.option("policy_loss_type") in ("double_sided", "decoupled")
-    if history.option("rollout_correction", "none") == "none" and not corrects_itself:
+    if history.option("rollout_correction", "none") in ("none", [], ()) and not corrects_itself:
         remedy += ", or weight the tokens with --rollout_correction tis"
     return f"The log-probs at sampling differ from the actor's since step {{since}} (KL {kl:.2g} per token): {remedy}."
 
@@ -334,18 +335,15 @@ def engine_differs(history: History, kl: float) -> str:
 @rule("sampled_batches", "useful_groups")
 def sampling_bound(history: History, _: float) -> str | None:
     """Dynamic sampling stopped by its bound, with too few useful groups, in each of the last 5 steps."""
-    bound = history.option("dynamic_sampling_max_batches")
-    wanted = history.option("rollout_batch_size")
-    if bound is None or wanted is None:
-        return None
-
+    bound = history.option("dynamic_sampling", 0)
+    wanted = history.option("rollout_batch_size", 0)
     batches = history.last("sampled_batches", FEW)
     groups = history.last("useful_groups", FEW)
     if not batches or not groups or min(batches) < bound or max(groups) >= wanted:
         return None
 
     return (
-        f"Dynamic sampling stops at --dynamic_sampling_max_batches {bound} in each step since {{since}}, with "
+        f"Dynamic sampling stops at --dynamic_sampling {bound} in each step since {{since}}, with "
         f"{groups[-1]:.0f} of {wanted} useful groups. Use harder or easier prompts, or more --n_samples_per_prompt."
     )
 
@@ -375,13 +373,13 @@ def malformed_calls(history: History, calls: float) -> str:
 
 @rule("agent/rerendered_turns", passes=lambda n, h: n > h.mean("agent/bridged_turns", FEW))
 def turns_rerendered(history: History, turns: float) -> str | None:
-    """More turns rendered anew than continue the recorded tokens, with --history verbatim."""
+    """More turns rendered anew than continue the recorded tokens, with history verbatim."""
     if history.option("history") == "template":
         return None
 
     return (
         f"{turns:.2g} turns per episode are rendered anew since step {{since}}: the agent changes earlier messages or "
-        "the template refuses the bridge, so that episodes fall apart. Append messages only; see --history."
+        "the template refuses the bridge, so that episodes fall apart. Append messages only; see history."
     )
 
 

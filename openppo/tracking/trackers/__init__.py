@@ -67,7 +67,7 @@ def _tensorboard(
 ) -> TensorBoardTracker:
     """Start the tracker of ``--use_tensorboard`` in a subfolder of this run."""
     parent = Path(str(tracking.use_tensorboard))
-    name = tracking.wandb_run_name or logs.resolve().parent.name
+    name = logs.resolve().parent.name
     try:
         folder = _subfolder(
             parent, name, name_file=logs / "tensorboard_run", resumes=resumed_after is not None

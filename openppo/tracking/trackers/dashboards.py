@@ -1,6 +1,7 @@
 """TensorBoard and Weights & Biases."""
 
 import io
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -102,22 +103,19 @@ class WandbTracker(Tracker):
             run_id = id_file.read_text().strip() if resumes and id_file.is_file() else None
             with _masked_command_line(key):
                 self._run = wandb.init(
-                    project=tracking.wandb_project,
-                    entity=tracking.wandb_org,
-                    group=tracking.wandb_group,
-                    name=tracking.wandb_run_name or folder.resolve().parent.name,
+                    project=os.environ.get("WANDB_PROJECT", "openppo"),
+                    name=os.environ.get("WANDB_NAME", folder.resolve().parent.name),
                     id=run_id,
                     resume="allow" if resumes else None,
                     config=dict(options),
                     dir=str(folder),
-                    mode=tracking.wandb_mode,
                     settings=settings,
                 )
             id_file.write_text(self._run.id)
         except (OSError, wandb.Error, HandleAbandonedError, MailboxClosedError) as error:
             raise ValueError(
                 f"--use_wandb cannot start a run ({type(error).__name__}: {error}). Check key and names, or use "
-                "--wandb_mode offline."
+                "WANDB_MODE=offline."
             ) from error
 
         self._run.define_metric(STEP, hidden=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 STEP = """--rollout_batch_size 4 --train_batch_size 4 --micro_train_batch_size 2 --micro_rollout_batch_size 4
     --generate_max_len 6 --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --lr_warmup_ratio 0 --max_steps 3
-    --save_path model --dump_rollouts rollouts --dump_tokens"""
+    --save_path model --dump_rollouts rollouts"""
 PPO = f"train_ppo --pretrain ../inputs/actor --prompt_data ../inputs/prompts.jsonl {STEP}"
 MODEL = f"{PPO} --reward_pretrain ../inputs/reward"
 LABELS = f"{PPO} --label_key label"
@@ -50,7 +50,7 @@ CASES = (
     case(
         "ppo",
         f"""{MODEL} --max_epochs 2 --eval_data ../inputs/heldout.jsonl --eval_steps 1 --save_value_network
-        --entropy_coef 0.01 --normalize_reward --reward_normalizer running""",
+        --entropy_coef 0.01 --normalize_reward running""",
     ),
     case(
         "function",
@@ -60,7 +60,7 @@ CASES = (
     ),
     case(
         "prm",
-        f"""{PPO} --prm_pretrain ../inputs/actor --prm_placeholder_token h --prm_reward_tokens a b --step_separator d
+        f"""{PPO} --prm_pretrain ../inputs/actor --config ../inputs/judge.yaml --step_separator d
         --generate_max_len 12""",
     ),
     case("ptx", f"{MODEL} --pretrain_data ../inputs/documents.jsonl --ptx_coef 0.1"),
@@ -88,7 +88,7 @@ CASES = (
     ),
     case(
         "several_rewards",
-        f"""{MODEL} --reward_fn ../inputs/reward.py:count --verifiable_reward length --verify_length 3
+        f"""{MODEL} --reward_fn ../inputs/reward.py:count --verifiable_reward length:3
         --reward_weights reward_model=0.5 length=2""",
     ),
     case(
@@ -96,18 +96,18 @@ CASES = (
         f"train_sft {SUPERVISED} --pretrain ../inputs/chat --apply_chat_template --dataset ../inputs/sft.jsonl",
     ),
     case("lora", f"{MODEL} --lora_rank 4 --critic_lora_rank 2 --gradient_checkpointing"),
-    case("ema", f"{MODEL} --enable_ema --ema_beta 0.5 --bf16"),
+    case("ema", f"{MODEL} --ema_beta 0.5 --bf16"),
     case("value_pretraining", f"{MODEL} --value_pretrain_steps 1 --freezing_actor_steps 1"),
     case(
         "dynamic_sampling",
-        f"""{LABELS} {GROUPS} --reward_fn ../inputs/reward.py:parity --advantage_estimator group_norm --dynamic_sampling
-        --dynamic_sampling_max_batches 2""",
+        f"""{LABELS} {GROUPS} --reward_fn ../inputs/reward.py:parity --advantage_estimator group_norm
+        --dynamic_sampling 2""",
     ),
     case(
         "tools",
         f"""{CHAT} --pretrain ../inputs/caller --prompt_data ../inputs/words.jsonl --label_key label
         --tools ../inputs/tools.py --tool_parser hermes --verifiable_reward exact_match --max_turns 2
-        --agent_concurrency 1 --generate_max_len 10""",
+        --config ../inputs/alone.yaml --generate_max_len 10""",
     ),
     case(
         "environment",
@@ -117,9 +117,12 @@ CASES = (
     ),
     case(
         "program",
-        f"{CHAT} {PROMPTS} --agent_command 'python ../inputs/program.py h' --agent_concurrency 1",
+        f"{CHAT} {PROMPTS} --agent_command 'python ../inputs/program.py h' --config ../inputs/alone.yaml",
     ),
-    case("branches", f"{CHAT} {PROMPTS} --agent ../inputs/agent.py:branches --agent_concurrency 1"),
+    case(
+        "branches",
+        f"{CHAT} {PROMPTS} --agent ../inputs/agent.py:branches --config ../inputs/alone.yaml",
+    ),
     case(
         "tasks",
         f"""{CHAT} --tasks ../inputs/tasks.yaml {GROUPS} --advantage_estimator group_norm --rollout_batch_size 8

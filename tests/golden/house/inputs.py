@@ -121,6 +121,8 @@ CODE = {
     "agent.py": AGENT,
     "program.py": PROGRAM,
     "tasks.yaml": TASKS,
+    "alone.yaml": "agent_concurrency: 1\n",
+    "judge.yaml": "prm_placeholder_token: h\nprm_reward_tokens: [a, b]\n",
 }
 
 

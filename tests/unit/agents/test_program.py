@@ -300,7 +300,7 @@ def test_an_unknown_column_is_found_before_a_model_is_loaded():
 
 
 def test_an_unset_variable_is_no_agent_env():
-    with pytest.raises(ValueError, match=r"--agent_env NO_SUCH is not set: export it"):
+    with pytest.raises(ValueError, match=r"agent_env NO_SUCH is not set: export it"):
         AgentPlayer(ProgramAgent(AgentConfig(agent_command="echo", agent_env=("NO_SUCH",))))
 
 

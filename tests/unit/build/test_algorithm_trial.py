@@ -312,7 +312,7 @@ def test_a_controller_that_cannot_hold_the_kl_is_refused(folder, name, says):
 
 
 def test_an_option_that_a_controller_does_not_read_is_an_error(folder):
-    with pytest.raises(ValueError, match="--kl_horizon 5: .*Growing has no parameter kl_horizon"):
+    with pytest.raises(ValueError, match="kl_horizon 5: .*Growing has no parameter kl_horizon"):
         try_kl_controller(kl_options(folder, "Growing", kl_horizon=5))
 
 

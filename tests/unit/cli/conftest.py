@@ -38,6 +38,10 @@ FILES = {
     "bare.jsonl": '{"input": "abc"}\n' * 4,
     "strange.jsonl": '{"foo": "abc", "bar": "d"}\n',
     "bad.yaml": "gama: 0.9\n",
+    "judge.yaml": "prm_placeholder_token: x\nprm_reward_tokens: [good, bad]\n",
+    "steps.yaml": "prm_placeholder_token: x\nprm_reward_tokens: [y, z]\n",
+    "no_retries.yaml": "remote_rm_retries: 0\n",
+    "texts.yaml": "pretrain_key: t\n",
 }
 QUANTIZED: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4},

@@ -33,7 +33,7 @@ ppo --label_key l | --label_key ... --prompt_data, row 1 ... 'l' ... input, answ
 ppo --apply_chat_template | = ... Leave the flag out
 ppo --prompt_max_len 2 | = ... shortest has 3 ... Raise
 ppo --generate_max_len 62 | = ... 64 tokens ... Lower
-ppo --pretrain_data D/prompts.jsonl --pretrain_key t | --pretrain_key ... --pretrain_data, row 1 ... 't'
+ppo --pretrain_data D/prompts.jsonl --config D/texts.yaml | pretrain_key ... --pretrain_data, row 1 ... 't'
 ppo --dry_run --reward_fn D/bare.jsonl | --reward_fn
 ppo --pretrain M/none | = ... no such local folder ... Check the path
 ppo --pretrain M/broken_weights | = ... Check the folder
@@ -68,10 +68,10 @@ ppo --reward_fn D/params.py | = ... 'colour' ... answer, input
 ppo -reward_fn --remote_rm_url http://127.0.0.1:9 | --remote_rm_url
 ppo --remote_rm_url http://127.0.0.1:9 --remote_rm_token_file D/none | token_file
 ppo --verifiable_reward exact_match --prompt_data D/bare.jsonl | --verifiable_reward ... --label_key
-ppo --verifiable_reward regex --verify_regex ( | --verify_regex
-ppo --prm_pretrain M/actor | --prm_placeholder_token
-ppo --prm_pretrain M/actor --prm_placeholder_token x --prm_reward_tokens good bad | --prm_reward_tokens
-ppo -reward_fn --reward_pretrain M/reward --normalize_reward | = ... M/reward ... --reward_normalizer running
+ppo --verifiable_reward regex:( | --verifiable_reward regex:(
+ppo --prm_pretrain M/actor | prm_placeholder_token
+ppo --prm_pretrain M/actor --config D/judge.yaml | prm_reward_tokens
+ppo -reward_fn --reward_pretrain M/reward --normalize_reward | = ... M/reward ... --normalize_reward running
 ppo --advantage_estimator rloo | = ... --n_samples_per_prompt
 ppo --advantage_estimator reinforce --freezing_actor_steps 2 | --freezing_actor_steps ... has none ... leave it
 ppo --advantage_estimator reinforce --critic_pretrain M/reward | --critic_pretrain ... leave it out
@@ -193,7 +193,7 @@ def test_each_flag_refuses_a_quantized_model_before_any_is_loaded(
 def test_no_model_is_loaded_beside_a_quantized_one(run_line, put, monkeypatch):
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: sys.exit(9))
     for command in ("ppo", "evaluate"):
-        prm = "--prm_pretrain M/awq --prm_placeholder_token x --prm_reward_tokens y z"
+        prm = "--prm_pretrain M/awq --config D/steps.yaml"
         ended = run_line(f"{command} -reward_fn --reward_pretrain M/reward {prm}")
         check(
             command,
@@ -208,7 +208,7 @@ def test_a_dry_run_ends_with_status_0_before_any_weight_is_read(run_line, monkey
         "transformers.PreTrainedModel.from_pretrained", lambda *a, **k: pytest.fail("weights")
     )
     for command in TRAINERS:
-        ended = run_line(f"{command} --dry_run --dry_run_ranks 4 --dry_run_memory 80")
+        ended = run_line(f"{command} --dry_run 4x80")
         assert ended.code == 0, ended.stderr
         for part in ("memory on each of 4 ranks", "training", "fits into 80.0 GiB", "checkpoint"):
             assert part in ended.stderr
@@ -239,7 +239,7 @@ def test_a_dry_run_scores_the_labels_of_three_rows(run_line, tmp_path):
     ("line", "printed"),
     [
         (
-            "ppo --dry_run --verifiable_reward length --verify_length 3 -reward_fn",
+            "ppo --dry_run --verifiable_reward length:3 -reward_fn",
             "earned    reward 0.6667",
         ),  # of d and EOS
         (
@@ -306,7 +306,7 @@ def test_one_row_is_enough_to_train_on(command, run_line, put, monkeypatch, tmp_
         ("sft --pretrain M/broken_weights", "--pretrain"),
         ("ppo -reward_fn --pretrain M/broken_weights --reward_pretrain M/reward", "--pretrain"),
         (
-            "ppo -reward_fn --remote_rm_url http://127.0.0.1:9 --remote_rm_retries 0",
+            "ppo -reward_fn --remote_rm_url http://127.0.0.1:9 --config D/no_retries.yaml",
             "--remote_rm_url",
         ),
     ],

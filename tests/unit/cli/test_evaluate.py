@@ -146,6 +146,7 @@ def evaluate(models, tmp_path):
     """Evaluates with the flags of an agent; metrics and lines."""
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "game.py").write_text(GAME)
+    (tmp_path / "seed.yaml").write_text("eval_seed: 5\n")
     shutil.copytree(models / "actor", tmp_path / "chat")
     (tmp_path / "chat/chat_template.jinja").write_text(CHAT)
 
@@ -241,7 +242,7 @@ def test_an_evaluation_that_nothing_passes_says_why(evaluate, tmp_path, caplog):
 
 def test_an_environment_is_evaluated_without_data(evaluate):
     metrics, lines = evaluate(
-        "--environment {d}/game.py:Game --eval_n_envs 3 --eval_seed 5 --pass_reward 6"
+        "--environment {d}/game.py:Game --eval_n_envs 3 --config {d}/seed.yaml --pass_reward 6"
     )
     assert [line["reward"] for line in lines] == [5, 6, 7]
     assert (metrics["eval_reward"], metrics["eval_reward_max"]) == (6, 7)

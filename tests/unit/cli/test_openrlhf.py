@@ -1,5 +1,6 @@
 """An OpenRLHF 0.6.1 train_ppo command line: every flag of its parser is known, and does or says the right thing."""
 
+import os
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import yaml
 
 from openppo.cli import openrlhf
 from openppo.cli.options import parse_options
-from openppo.config import TrainPPOConfig, flat_dict
+from openppo.config import TrainPPOConfig, TrainSFTConfig, flat_dict
 from openppo.config.fields import declared_options
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "openrlhf.md"
@@ -23,15 +24,16 @@ SAME: dict[str, Any] = yaml.safe_load("""
     freezing_actor_steps: -1, n_samples_per_prompt: 1, save_value_network: false, actor_learning_rate: 1.0e-6,
     critic_learning_rate: 9.0e-6, lr_warmup_ratio: 0.03, kl_target: null, init_kl_coef: 0.01, kl_estimator: k1,
     adam_betas: [0.9, 0.95], reward_clip_range: [-10, 10], seed: 42, zero_stage: 2, gradient_checkpointing: false,
-    bf16: false, enable_ema: false, zpg: 1, adam_offload: false, flash_attn: false, overlap_comm: false,
+    bf16: false, zpg: 1, adam_offload: false, flash_attn: false, overlap_comm: false,
     advantage_estimator: gae, use_kl_loss: false, load_in_4bit: false, lora_rank: 0, lora_alpha: 16, target_modules:
     all-linear, lora_dropout: 0, pretrain: null, reward_pretrain: null, remote_rm_url: null, critic_pretrain: null,
     value_head_prefix: score, prompt_data: null, prompt_data_probs: '1.0', prompt_split: train, pretrain_data: null,
     pretrain_data_probs: '1.0', pretrain_split: train, input_key: input, label_key: null, input_template: null,
-    apply_chat_template: false, use_tensorboard: null, use_wandb: null, wandb_org: null, wandb_group: null,
-    wandb_project: openrlhf_train_ppo, wandb_run_name: ppo_<time>}
+    apply_chat_template: false, use_tensorboard: null, use_wandb: null}
 """)
 """Flags of openrlhf/cli/train_ppo.py (0.6.1) and their defaults there; false: a switch, a list: several values."""
+REWRITTEN = {"enable_ema": "ema_beta", **openrlhf.WANDB_VARIABLES}
+"""Flags by what they are here, an option or a variable."""
 DROPPED = [
     "max_ckpt_mem 100000000",
     "local_rank 0",
@@ -48,6 +50,8 @@ REFUSED = {
     "use_ms": "--pretrain",
     "vllm_num_engines 4": "it is of OpenRLHF's train_ppo_ray",
 }
+SWITCHES = ("overlap_comm", "normalize_reward")
+"""They may stand alone here, and have a value too."""
 # each is explained in the document; that of --target_modules only in form: a tuple here
 DEFAULTS_THAT_DIFFER = {
     "overlap_comm",
@@ -60,7 +64,7 @@ DEFAULTS_THAT_DIFFER = {
     "pretrain_data_probs",
     "prompt_data",
 }
-DEFAULTS_THAT_DIFFER |= {"prompt_data_probs", "target_modules", "wandb_project", "wandb_run_name"}
+DEFAULTS_THAT_DIFFER |= {"prompt_data_probs", "target_modules", "normalize_reward"}
 # examples/scripts/train_ppo_llama.sh of OpenRLHF 0.6.1
 LLAMA = """
     --pretrain OpenRLHF/Llama-3-8b-sft-mixture --reward_pretrain OpenRLHF/Llama-3-8b-rm-mixture
@@ -81,10 +85,12 @@ def parse(*arguments: str) -> dict[str, Any]:
 
 
 def test_every_flag_of_the_parser_is_listed_once_and_in_the_document():
-    names = {*SAME, *(flag.split()[0] for flag in [*DROPPED, *REFUSED])} - {"vllm_num_engines"}
+    names = {*SAME, *REWRITTEN, *(flag.split()[0] for flag in [*DROPPED, *REFUSED])}
+    names -= {"vllm_num_engines"}
     assert len(names) == 85, "openrlhf/cli/train_ppo.py has 85 flags"
     assert [name for name in names if f"`{name}`" not in DOCUMENT.read_text()] == []
-    assert {*openrlhf.DROPPED, *openrlhf.REFUSED} & declared_options(TrainPPOConfig).keys() == set()
+    foreign = {*openrlhf.DROPPED, *openrlhf.REFUSED, *REWRITTEN}
+    assert foreign & declared_options(TrainPPOConfig).keys() == set()
 
 
 def test_flags_have_the_same_form_and_default_but_for_those_that_the_document_explains():
@@ -94,7 +100,7 @@ def test_flags_have_the_same_form_and_default_but_for_those_that_the_document_ex
         for name, default in SAME.items()
     }
     for name, default in theirs.items():
-        assert (ours[name].type == "bool") == (default is False and name != "overlap_comm"), name
+        assert (ours[name].type == "bool") == (default is False and name not in SWITCHES), name
         assert ("tuple" in str(ours[name].type)) == (
             isinstance(default, tuple) or name == "target_modules"
         ), name
@@ -102,6 +108,50 @@ def test_flags_have_the_same_form_and_default_but_for_those_that_the_document_ex
         name for name, default in theirs.items() if ours[name].default != default
     } == DEFAULTS_THAT_DIFFER
     assert ours["pretrain"].default is MISSING
+
+
+def test_switches_are_read_when_they_stand_alone():
+    options = parse("--overlap_comm", "--normalize_reward", "--bf16")
+    assert (options["overlap_comm"], options["normalize_reward"]) == ("on", "model")
+
+
+def test_options_of_files_are_flags_where_openrlhf_has_them():
+    words = "--zpg 8 --value_head_prefix value --kl_horizon 20".split()
+    options = parse(*words)
+    assert [options[name] for name in ("zpg", "value_head_prefix", "kl_horizon")] == [
+        8,
+        "value",
+        20,
+    ]
+
+
+def test_an_average_of_the_weights_has_openrlhfs_default():
+    assert parse("--enable_ema")["ema_beta"] == 0.992
+    assert parse("--enable_ema", "--ema_beta", "0.5")["ema_beta"] == 0.5
+    assert parse("--ema_beta=0.5", "--enable_ema")["ema_beta"] == 0.5
+
+
+@pytest.mark.parametrize("command", [TrainPPOConfig, TrainSFTConfig])
+def test_flags_of_wandb_become_its_variables_with_one_line_each(command, monkeypatch, capsys):
+    for variable in openrlhf.WANDB_VARIABLES.values():
+        monkeypatch.delenv(variable, raising=False)
+    data = "--dataset" if command is TrainSFTConfig else "--prompt_data"
+    words = [
+        "--pretrain",
+        "m",
+        data,
+        "d",
+        "--use_wandb",
+        "--wandb_project",
+        "sums",
+        "--wandb_org=us",
+    ]
+    parse_options(command, words)
+    assert (os.environ["WANDB_PROJECT"], os.environ["WANDB_ENTITY"]) == ("sums", "us")
+    assert capsys.readouterr().err.splitlines() == [
+        "--wandb_project of OpenRLHF is read as WANDB_PROJECT=sums.",
+        "--wandb_org of OpenRLHF is read as WANDB_ENTITY=us.",
+    ]
 
 
 @pytest.mark.parametrize("flag", DROPPED)
@@ -128,7 +178,7 @@ def test_example_of_openrlhf_becomes_the_config_it_means(capsys):
     config = parse_options(TrainPPOConfig, ["--local_rank=3", *LLAMA.split()])
     config.validate(world_size=8)
     given = yaml.safe_load("""
-        {bf16: true, apply_chat_template: true, normalize_reward: true, adam_offload: true, flash_attn: true,
+        {bf16: true, apply_chat_template: true, normalize_reward: model, adam_offload: true, flash_attn: true,
         gradient_checkpointing: true, load_checkpoint: true, pretrain: OpenRLHF/Llama-3-8b-sft-mixture,
         reward_pretrain: OpenRLHF/Llama-3-8b-rm-mixture, save_path: ./checkpoint/llama-3-8b-rlhf,
         micro_train_batch_size: 2, micro_rollout_batch_size: 4, rollout_batch_size: 1024, actor_learning_rate: 5.0e-7,

@@ -10,10 +10,13 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import yaml
 
+from openppo.cli.help import COMMON
 from openppo.cli.options import parse_options, run_command
-from openppo.config import TrainPPOConfig, TrainSFTConfig, flat_dict
+from openppo.config import TrainPPOConfig, TrainSFTConfig, flat_dict, from_options
 from openppo.config.fields import declared_options, is_group, rules_of
+from openppo.config.recipe_files import recipe_file, recipe_names
 from openppo.tracking import save_run
 from tests.unit.test_config import COMMANDS as CONFIGS
 
@@ -21,6 +24,7 @@ COMMANDS = pytest.mark.parametrize(
     "command", [command for command, _ in CONFIGS.values()], ids=CONFIGS
 )
 REQUIRED = dict(CONFIGS.values())
+REPO = Path(__file__).resolve().parents[3]
 
 
 def words(options: dict[str, Any]) -> list[str]:
@@ -73,7 +77,7 @@ def other_values(command: Any) -> dict[str, Any]:
         bound = rules_of(declared).bound
         found[name] = next(
             value
-            for value in candidates(name, hints[name])
+            for value in [*candidates(name, hints[name]), "8x80"]
             if value != declared.default
             and (bound is None or value is None or isinstance(value, tuple) or bound.holds(value))
         )
@@ -84,10 +88,24 @@ def other_values(command: Any) -> dict[str, Any]:
     return found | {name: value for name, value in special.items() if name in found}
 
 
-@COMMANDS
-def test_every_flag_reaches_the_field_of_its_name(command):
+def with_other_values(command: Any, folder: Path) -> Any:
+    """The config of a command line and a file that give ``other_values``."""
     values = other_values(command)
-    assert flat_dict(parse_options(command, words(values))) == values
+    declared = declared_options(command)
+    flags = {name: values[name] for name in values if not rules_of(declared[name]).of_files}
+    lines = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if name not in flags
+    }
+    (folder / "options.yaml").write_text(yaml.safe_dump(lines, allow_unicode=True))
+    return parse_options(command, ["--config", str(folder / "options.yaml"), *words(flags)])
+
+
+@COMMANDS
+def test_every_option_reaches_the_field_of_its_name(command, tmp_path):
+    values = other_values(command)
+    assert flat_dict(with_other_values(command, tmp_path)) == values
     defaults = flat_dict(parse(command))
     assert [
         name for name in values if name not in REQUIRED[command] and defaults[name] == values[name]
@@ -96,13 +114,86 @@ def test_every_flag_reaches_the_field_of_its_name(command):
 
 
 @COMMANDS
-def test_help_shows_every_flag(command, capsys):
+def test_help_all_shows_every_option(command, capsys):
     with pytest.raises(SystemExit) as ended:
-        parse_options(command, ["--help"])
+        parse_options(command, ["--help", "all"])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    assert [name for name in declared_options(command) if f"--{name}" not in printed] == []
+    for name, declared in declared_options(command).items():
+        shown = f"{name}:" if rules_of(declared).of_files else rf"(--{name}\b|{name.upper()}$)"
+        assert len(re.findall(f"^  {shown}", printed, flags=re.MULTILINE)) == 1, name
     assert "--config FILE.yaml" in printed
+
+
+def test_help_of_train_ppo_begins_with_models_prompts_and_rewards(capsys):
+    with pytest.raises(SystemExit):
+        parse_options(TrainPPOConfig, ["--help"])
+    printed = capsys.readouterr().out
+    flags = re.findall(r"^  --(\w+)", printed, flags=re.MULTILINE)
+    assert {*flags} == COMMON
+    assert flags[0] == "pretrain"
+    places = [
+        flags.index(name) for name in ("prompt_data", "reward_pretrain", "num_episodes", "seed")
+    ]
+    assert places == sorted(places)
+    n_others = len(declared_options(TrainPPOConfig)) - len(COMMON)
+    assert f"--help all shows {n_others} more" in printed
+
+
+def test_help_of_train_ppo_has_what_readme_recipes_and_scripts_use():
+    texts = [REPO / "README.md", *(REPO / "examples/scripts").iterdir()]
+    names = {
+        name
+        for file in texts
+        for name in re.findall(r"--(?:no_)?([a-z]\w*)", file.read_text(encoding="utf-8"))
+    }
+    for recipe in recipe_names():
+        names |= set(yaml.safe_load(recipe_file(recipe).read_text(encoding="utf-8")))
+    options = declared_options(TrainPPOConfig)
+    flags = {name for name in options if not rules_of(options[name]).of_files}
+    assert names & flags == COMMON
+
+
+@pytest.mark.parametrize("words", [["--stale", "mask"], ["--stale=mask"], ["--no_self_check"]])
+def test_an_option_of_files_is_no_flag(words):
+    with pytest.raises(
+        ValueError, match=r"^--\w+ is no flag: write the line '\w+: VALUE' into a file"
+    ):
+        parse(TrainPPOConfig, *words)
+
+
+def test_a_switch_may_stand_alone_have_a_value_or_be_turned_off():
+    for words, value in (
+        ([], "off"),
+        (["--normalize_reward"], "model"),
+        (["--normalize_reward", "running"], "running"),
+        (["--normalize_reward=group", "--bf16"], "group"),
+        (["--normalize_reward", "group", "--no_normalize_reward"], "off"),
+    ):
+        assert parse(TrainPPOConfig, *words).shaping.normalize_reward == value
+    for words, most in (
+        ([], 0),
+        (["--dynamic_sampling"], 10),
+        (["--dynamic_sampling", "3"], 3),
+        (["--dynamic_sampling", "3", "--no_dynamic_sampling"], 0),
+    ):
+        assert parse(TrainPPOConfig, *words).ppo.dynamic_sampling == most
+
+
+def test_true_and_false_in_python_mean_what_the_flag_means_alone():
+    for value, expected in ((True, ("model", 10, "here")), (False, ("off", 0, None))):
+        config = from_options(
+            TrainPPOConfig,
+            pretrain="m",
+            normalize_reward=value,
+            dynamic_sampling=value,
+            dry_run=value,
+        )
+        options = flat_dict(config)
+        assert (
+            tuple(options[name] for name in ("normalize_reward", "dynamic_sampling", "dry_run"))
+            == expected
+        )
 
 
 @pytest.mark.parametrize(
@@ -117,16 +208,16 @@ def test_help_shows_every_flag(command, capsys):
 )
 def test_help_says_in_english_which_number_is_meant(flag, text, capsys):
     with pytest.raises(SystemExit):
-        parse_options(TrainPPOConfig, ["--help"])
-    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        parse_options(TrainPPOConfig, ["--help", "all"])
+    printed = " ".join(capsys.readouterr().out.split())
     assert text in printed.split(f" {flag} ")[1].split(" (default")[0]
 
 
 @COMMANDS
 def test_help_never_points_at_a_number_without_a_noun(command, capsys):
     with pytest.raises(SystemExit):
-        parse_options(command, ["--help"])
-    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        parse_options(command, ["--help", "all"])
+    printed = " ".join(capsys.readouterr().out.split())
     wrong = re.findall(
         r"\w+ (?:the|last) this many|to so many|per as many|of such a|\. Most tokens", printed
     )
@@ -137,7 +228,7 @@ def test_help_never_points_at_a_number_without_a_noun(command, capsys):
     ("arguments", "name", "value"),
     [
         (["--zero-stage=1"], "zero_stage", 1),
-        (["--no-buffer-cpu-offload"], "buffer_cpu_offload", False),
+        (["--no-freeze-vision-tower"], "freeze_vision_tower", False),
         (["--value_clip", "None"], "value_clip", None),
         (["--input_template=--- {} a-b=c"], "input_template", "--- {} a-b=c"),
         (["--save-path=some-dir/with-hyphens"], "save_path", "some-dir/with-hyphens"),
@@ -164,7 +255,7 @@ def test_a_flag_may_be_written_in_several_ways(arguments, name, value):
     [
         ("--zero_stages", "unknown flag --zero_stages; did you mean --zero_stage?"),
         ("--num-episode=3", "unknown flag --num_episode; did you mean --num_episodes?"),
-        ("--xyzzy", "unknown flag --xyzzy; see --help for all options."),
+        ("--xyzzy", "unknown flag --xyzzy; see --help all for every option."),
         ("--config", "--config needs a file: --config FILE.yaml"),
         ("--config none.yaml", "--config none.yaml: [Errno 2] No such file"),
         ("--recipe", "--recipe needs a name: dapo, dr_grpo, glm5_async, grpo, gspo, ppo."),
@@ -189,7 +280,6 @@ def test_an_unknown_flag_is_an_error_with_the_nearest_name(flag, message):
         ("--pretrain m --bf16 surely", "surely"),
         ("--pretrain m --eps_clip 0.1 0.25", "0.25"),
         ("--prompt_data d", "--pretrain"),
-        ("--config value_clip.yaml", "--value_clip"),
         ("--config gamma.yaml", "--gamma"),
     ],
 )
@@ -197,8 +287,7 @@ def test_a_value_that_does_not_fit_or_is_missing_is_named(
     line, named, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    for name, value in (("gamma", "[a]"), ("value_clip", "false")):
-        Path(f"{name}.yaml").write_text(f"{name}: {value}\npretrain: m\n")
+    Path("gamma.yaml").write_text("gamma: [a]\npretrain: m\n")
     with pytest.raises(SystemExit) as ended:
         parse_options(TrainPPOConfig, line.split())
     assert (ended.value.code, named in capsys.readouterr().err) == (2, True)
@@ -222,7 +311,7 @@ def from_file(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         ("actor_learning_rate: 1e-5", "", 1e-5),  # a text to YAML 1.1
         ("save_path: 2026-11-20", "", "2026-11-20"),
         ("adam_betas: [0.5, 0.6]", "", (0.5, 0.6)),
-        ("buffer_cpu_offload: false", "", False),
+        ("freeze_vision_tower: false", "", False),
         ("value_clip: null", "", None),
         ('input_template: "a: {}\\n\\tb=c"', "", "a: {}\n\tb=c"),
         ('input_key: ""', "", ""),
@@ -256,8 +345,9 @@ def test_a_file_holds_options_and_the_command_line_wins(
     ("text", "message"),
     [
         ("gama: 0.9", "unknown option in --config {file}: gama; did you mean gamma?"),
+        ("value_clip: false", "--config {file}: --value_clip takes a text or number, got False"),
         ("bf16: 'true'", "--config {file}: --bf16 must be true or false, got 'true'."),
-        ("3: 4", "unknown option in --config {file}: 3; see --help for all options."),
+        ("3: 4", "unknown option in --config {file}: 3; see --help all for every option."),
         (
             "use_tensorboard: true",
             "--config {file}: --use_tensorboard takes a text or number, got True",
@@ -278,7 +368,7 @@ def test_a_file_that_cannot_be_used_is_an_error_naming_it(text, message, from_fi
 
 @COMMANDS
 def test_a_config_written_as_yaml_reads_back_to_an_equal_one(command, tmp_path):
-    for config in (parse(command), parse_options(command, words(other_values(command)))):
+    for config in (parse(command), with_other_values(command, tmp_path)):
         save_run(tmp_path, flat_dict(config), {})
         assert parse_options(command, ["--config", str(tmp_path / "config.yaml")]) == config
 

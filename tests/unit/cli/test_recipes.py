@@ -54,7 +54,7 @@ def test_the_command_line_wins_over_a_file_and_a_file_over_a_recipe(tmp_path):
     chosen = options(*words)
     assert chosen["n_samples_per_prompt"] == 2
     assert chosen["eps_clip_high"] == 0.3
-    assert chosen["dynamic_sampling"] is False
+    assert chosen["dynamic_sampling"] == 0
     assert chosen["overlong_buffer_len"] == 4096
 
 

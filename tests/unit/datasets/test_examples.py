@@ -193,7 +193,7 @@ def test_a_document_has_bos_and_eos_is_cut_and_trained_on_whole(make_tokenizer, 
     for row, key in (({"content": "ab"}, None), ({"text": "x", "body": "ab"}, "body")):
         (document,) = load("documents", [row], tokenizer, {"key": key})
         assert shown(document, tokenizer) == "<bos>«ab<eos>»"
-    with pytest.raises(ValueError, match="--pretrain_data: every text is empty.*--pretrain_key"):
+    with pytest.raises(ValueError, match="--pretrain_data: every text is empty.*pretrain_key"):
         load("documents", rows[2:3], tokenizer)
 
 

@@ -463,7 +463,7 @@ def test_a_model_of_text_refuses_images(tokenizer):
 
 
 def test_options_of_images_that_contradict_are_refused():
-    with pytest.raises(ValueError, match="--min_pixels 9 is above --max_pixels 4"):
+    with pytest.raises(ValueError, match="min_pixels 9 is above --max_pixels 4"):
         RowsConfig(min_pixels=9, max_pixels=4).validate()
     with pytest.raises(ValueError, match="--dataset_num_proc keeps texts"):
         RowsConfig(image_key="images", dataset_num_proc=2).validate()

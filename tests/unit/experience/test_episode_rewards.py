@@ -26,8 +26,8 @@ from openppo.types import (
 )
 from tests.samples import one_segment, with_last
 
-RUNNING = {"normalize_reward": True, "reward_normalizer": "running"}
-BY_GROUP = {"normalize_reward": True, "reward_normalizer": "group"}
+RUNNING = {"normalize_reward": "running"}
+BY_GROUP = {"normalize_reward": "group"}
 
 
 def episode(

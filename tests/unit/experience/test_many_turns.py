@@ -284,7 +284,7 @@ def test_an_episode_in_segments_counts_once_in_its_group(name):
     ]
     options = {}
     if "by group" in name:
-        options = {"normalize_reward": True, "reward_normalizer": "group"}
+        options = {"normalize_reward": "group"}
     name = name.removesuffix(" by group")
     whole, expected = experience_of(name, samples, coef=0, **options)
     for n_segments in (2, 3, 5):

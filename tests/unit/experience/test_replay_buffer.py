@@ -116,10 +116,9 @@ def test_normalization_by_hand_and_without_any_action(numbers, expected):
     assert buffers[0].items[0].advantages[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_batch_enters_as_single_samples_and_the_oldest_leave_beyond_the_limit():
-    buffer = filled(SAMPLES, limit=3)
-    assert [int(item.scores) for item in buffer.items] == [8, 9, 10]
-    assert len(filled(SAMPLES, limit=0)) == N
+def test_a_batch_enters_as_single_samples():
+    buffer = filled(SAMPLES[-1:])
+    assert len(filled(SAMPLES)) == N
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
     scores, ids = torch.tensor([1.0, 2.0]), torch.tensor([[4, 5, 0], [6, 7, 8]])
     buffer.append(
@@ -140,12 +139,11 @@ def test_a_batch_enters_as_single_samples_and_the_oldest_leave_beyond_the_limit(
     assert (len(buffer), steps(buffer)) == (0, [])
 
 
-@pytest.mark.parametrize("offload", [True, False])
-def test_offloading_decides_whether_samples_move_to_the_cpu(offload, monkeypatch):
+def test_samples_move_to_the_cpu(monkeypatch):
     moved: list[str] = []
     monkeypatch.setattr(Experience, "to", lambda self, device: moved.append(device) or self)
-    filled(SAMPLES[:2], cpu_offload=offload)
-    assert moved == (["cpu", "cpu"] if offload else [])
+    filled(SAMPLES[:2])
+    assert moved == ["cpu", "cpu"]
 
 
 def assert_unchanged(number, micro, i):

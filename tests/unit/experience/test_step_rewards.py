@@ -15,8 +15,8 @@ from openppo.types import FinishReason, Prompt, SingleProcess
 from tests.samples import one_segment, with_last
 
 WHOLE = ["reinforce_baseline", "rloo", "dr_grpo", "remax"]
-RUNNING = {"normalize_reward": True, "reward_normalizer": "running"}
-BY_GROUP = {"normalize_reward": True, "reward_normalizer": "group"}
+RUNNING = {"normalize_reward": "running"}
+BY_GROUP = {"normalize_reward": "group"}
 REQUIRED = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "n_samples_per_prompt": 4}
 
 

@@ -228,12 +228,12 @@ def test_options_reach_the_losses_and_a_wide_clip_range_of_gspo_is_pointed_out(c
         policy_loss(LossConfig(policy_loss_type="gspo"))
     assert "--eps_clip 0.2 clips next to nothing" in caplog.text
     assert set(POLICY_LOSSES) == set(get_args(PolicyLossType))
-    clips = {"eps_clip": 0.1, "eps_clip_high": 0.3, "dual_clip": 4.0, "cispo_eps_max": 7.0}
+    clips = {"eps_clip": 0.1, "eps_clip_high": 0.3, "dual_clip": 4.0}
     clipped = {"clip_eps": 0.1, "clip_eps_high": 0.3, "dual_clip": 4.0, "reduction": "none"}
     for name, kind, expected in (
         ("ppo", PolicyLoss, clipped),
         ("gspo", GSPOLoss, clipped),
-        ("cispo", CISPOLoss, {"eps_max": 7.0, "reduction": "none"}),
+        ("cispo", CISPOLoss, {"eps_max": 0.3, "reduction": "none"}),
         ("double_sided", DoubleSidedLoss, {**clipped, "dual_clip": None}),
         ("decoupled", DecoupledLoss, clipped),
     ):
@@ -242,6 +242,7 @@ def test_options_reach_the_losses_and_a_wide_clip_range_of_gspo_is_pointed_out(c
         assert vars(loss).items() >= expected.items()
     unset = policy_loss(LossConfig(policy_loss_type="double_sided"))
     assert (unset.clip_eps, unset.clip_eps_high) == (0.2, 0.28)
+    assert policy_loss(LossConfig(policy_loss_type="cispo")).eps_max == 5.0
 
 
 @pytest.mark.parametrize(

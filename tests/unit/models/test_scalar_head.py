@@ -90,7 +90,7 @@ def test_a_standard_checkpoint_keeps_its_weights_bit_for_bit(reward_folder, role
 
 def test_a_causal_model_gets_a_fresh_head_only_where_one_is_allowed(llama_folder, tmp_path, caplog):
     for role, options, says in (
-        ("reward", {}, r"no scalar head 'score.weight'.*train_rm.*--value_head_prefix"),
+        ("reward", {}, r"no scalar head 'score.weight'.*train_rm.*value_head_prefix"),
         ("critic", {"init_value_head": False}, "no scalar head"),
     ):
         with pytest.raises(ValueError, match=says):

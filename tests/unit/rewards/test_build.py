@@ -136,7 +136,7 @@ def test_compute_score_is_found_and_runs_in_processes(build, sample_of):
 
 def test_several_sources_are_named_by_their_kind(build, sample_of):
     files = {"reward_fn": "M/f.py", "remote_rm_url": "M/openrlhf.py", "reward_pretrain": "M/same"}
-    scorer = build(**files, verifiable_reward=("exact_match", "length"), verify_length=4)
+    scorer = build(**files, verifiable_reward=("exact_match", "length:4"))
     assert isinstance(scorer, CombinedScorer)
     assert scorer.collective
     (score,) = scorer.score([sample_of("c")])

@@ -202,8 +202,8 @@ def test_a_server_that_never_answers_is_named_with_attempts_cause_and_flags(
             url,
             f"after {retries + 1} attempts",
             cause,
-            "--remote_rm_retries",
-            "--remote_rm_timeout",
+            "remote_rm_retries",
+            "remote_rm_timeout",
         ):
             assert part in str(error.value)
     assert len(broken.requests) == 3

@@ -211,6 +211,6 @@ def test_a_chat_template_that_the_judge_lacks_or_that_refuses_chats_is_named_bef
     (judge / "chat_template.jinja").unlink()
     with pytest.raises(
         ValueError,
-        match="--prm_apply_chat_template: the tokenizer of --prm_pretrain .* no chat templ",
+        match="prm_apply_chat_template: the tokenizer of --prm_pretrain .* no chat templ",
     ):
         built_scorer(judge, tokenizer, prm_apply_chat_template=True)

@@ -187,7 +187,7 @@ def test_failures_in_a_row_leave_the_engine_where_workers_train_too(task):
 
 
 def test_groups_that_teach_nothing_end_the_wait_at_last(task):
-    with working(task_of(dynamic_sampling=True, dynamic_sampling_max_batches=3)) as (
+    with working(task_of(dynamic_sampling=3)) as (
         coordinator,
         *_,
     ):  # without rewards all are equal

@@ -107,7 +107,7 @@ def test_objects_of_ones_own_are_tasks_too(config):
 
     tasks = [
         TaskFields(name="a", agent=solve, data="a.jsonl", ratio=0.25),
-        TaskFields(name="b", data="b", reward="length", ratio=0.75, options={"verify_length": 3}),
+        TaskFields(name="b", data="b", reward="length:3", ratio=0.75),
     ]
     made = task_source(config, tasks, by_speed)
     assert [(task.name, task.ratio) for task in made.tasks] == [("a", 0.25), ("b", 0.75)]
@@ -316,7 +316,7 @@ def test_a_task_that_joins_names_no_file_that_runs(config, tmp_path, fields, nam
 
 
 COMPARES = [{"advantage_estimator": "rloo"}, {"dynamic_sampling": True}]
-COMPARES += [{"normalize_reward": True, "reward_normalizer": "group"}]
+COMPARES += [{"normalize_reward": "group"}]
 
 
 @pytest.mark.parametrize("options", COMPARES, ids=lambda options: [*options][-1])

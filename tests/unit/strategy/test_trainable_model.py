@@ -22,7 +22,7 @@ from openppo.strategy.trainable_model import adapters_merged
 
 
 def test_options_made_in_python_are_checked():
-    with pytest.raises(ValueError, match="--overlap_comm must be auto, on or off, got False"):
+    with pytest.raises(ValueError, match="overlap_comm must be auto, on or off, got False"):
         DeepspeedStrategy(DeepSpeedConfig(overlap_comm=False))  # type: ignore[arg-type]
 
 
@@ -103,7 +103,7 @@ def test_flags_and_overrides_reach_deepspeed_which_scales_nothing():
         "zero_optimization"
     ]
     assert (zero["zero_hpz_partition_size"], zero["overlap_comm"]) == (4, True)
-    with pytest.raises(ValueError, match="--zpg 2 does not divide the 1 ranks"):
+    with pytest.raises(ValueError, match="zpg 2 does not divide the 1 ranks"):
         DeepspeedStrategy(DeepSpeedConfig(zero_stage=3, zpg=2))
     for stage in (0, 1, 2, 3):
         options = train_config(DeepSpeedConfig(max_norm=0.5), stage, n_trained=7, n_ranks=1)

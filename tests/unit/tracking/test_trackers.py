@@ -229,10 +229,8 @@ def test_rank_0_gets_all_trackers_and_the_others_none(tmp_path, capsys):
 
 
 def test_runs_that_share_a_tensorboard_folder_show_each_step_once(tmp_path):
-    def start(
-        run: str, *steps: int, resumed_after: int | None = None, name: str | None = None
-    ) -> None:
-        options = TrackingConfig(use_tensorboard=str(tmp_path / "tb"), wandb_run_name=name)
+    def start(run: str, *steps: int, resumed_after: int | None = None) -> None:
+        options = TrackingConfig(use_tensorboard=str(tmp_path / "tb"))
         with trackers.make_trackers(
             str(tmp_path / run), options, {}, SingleProcess(), [], 2, resumed_after
         ) as made:
@@ -241,7 +239,7 @@ def test_runs_that_share_a_tensorboard_folder_show_each_step_once(tmp_path):
 
     start("a/ppo", 1, 2, 3, 4)
     start("b/ppo", 1)
-    start("sft", 1, name="team/first")
+    start("first", 1)
     time.sleep(1.1)  # event files are read in the order of the second they were begun in
     start("a/ppo", 3, 4, 5, resumed_after=2)
     start("b/ppo", 2, resumed_after=1)

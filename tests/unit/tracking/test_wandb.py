@@ -25,6 +25,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No key, no settings and no network of whoever runs the tests."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("NETRC", str(tmp_path / "home" / "netrc"))
     (tmp_path / "home").mkdir()
@@ -33,7 +34,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def tracker_in(folder: Path, resumes: bool = False, **options: Any) -> WandbTracker:
     """A tracker of an offline run."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    tracking = TrackingConfig(**{"use_wandb": "True", "wandb_mode": "offline", **options})
+    tracking = TrackingConfig(**{"use_wandb": "True", **options})
     return WandbTracker(folder / "logs", tracking, {"seed": 7}, resumes)
 
 
@@ -81,8 +82,10 @@ def history_of(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def test_an_offline_run_holds_what_was_logged(tmp_path):
-    tracker = tracker_in(tmp_path / "ppo", wandb_project="p", wandb_group="g", wandb_org="us")
+def test_an_offline_run_holds_what_was_logged(tmp_path, monkeypatch):
+    for name, value in (("PROJECT", "p"), ("RUN_GROUP", "g"), ("ENTITY", "us")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    tracker = tracker_in(tmp_path / "ppo")
     tracker.log(1, {"reward": 0.5, "time/step_s": 2.0})
     tracker.log_histograms(1, {"reward": Histogram([0.0, 1.0, 2.0], [2, 1], 2.5, 3.0)})
     tracker.log_samples(
@@ -162,6 +165,7 @@ def test_secrets_of_the_command_line_are_in_no_file(
     assert [file for file in files if secret.encode() in file.read_bytes()] == []
 
 
-def test_without_a_key_an_online_run_is_refused_at_the_start(tmp_path):
-    with pytest.raises(ValueError, match="^--use_wandb cannot start a run .*--wandb_mode offline"):
-        tracker_in(tmp_path, wandb_mode="online")
+def test_without_a_key_an_online_run_is_refused_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(ValueError, match="^--use_wandb cannot start a run .*WANDB_MODE=offline"):
+        tracker_in(tmp_path)

@@ -220,9 +220,7 @@ def test_a_signal_drops_the_step_under_way_and_saves_the_state_of_the_last(at, s
 
 
 def test_a_resumed_run_normalizes_rewards_as_before():
-    before, after = (
-        ppo(1, normalize_reward=True, reward_normalizer="running")[0].maker for _ in range(2)
-    )
+    before, after = (ppo(1, normalize_reward="running")[0].maker for _ in range(2))
     before.moments.update(torch.tensor([0.25, 1.0, 0.5]), before.comm)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert after.moments.state_dict() == before.moments.state_dict()

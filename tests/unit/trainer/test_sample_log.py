@@ -230,8 +230,8 @@ class View(StepDiagnostics):
         self.show_step(step, buffer or filled(samples), {})
 
 
-def filled(samples: Sequence[Sample], limit: int = 0, **fields: list[float]) -> ReplayBuffer:
-    buffer = ReplayBuffer(limit=limit)
+def filled(samples: Sequence[Sample], **fields: list[float]) -> ReplayBuffer:
+    buffer = ReplayBuffer()
     for sample in samples:
         for segment in sample.segments:
             mask = [float(is_action) for is_action in segment.action_mask]
@@ -289,11 +289,6 @@ def test_tokens_are_of_a_hundred_steps_and_samples_of_all() -> None:
         view.show(step, [ONE])
     assert [row["step"] for row in view.tokens] == [1, *range(10, 995, 10), 995]
     assert len(view.samples) == 995
-    dropping = View()
-    dropping.show(1, NINE, filled(NINE, limit=2))
-    assert sorted(row["advantage"][0] for row in dropping.tokens) == [7.0, 8.0], (
-        "what --buffer_limit keeps"
-    )
 
 
 def test_held_out_samples_have_the_engines_log_probs() -> None:
@@ -457,52 +452,33 @@ THREE = [
 """Samples of one, three and two segments."""
 
 
-@pytest.mark.parametrize(
-    ("limit", "n_rows"),
-    [
-        (0, [1, 3, 2]),
-        (6, [1, 3, 2]),
-        (5, [0, 3, 2]),
-        (4, [0, 2, 2]),
-        (3, [0, 1, 2]),
-        (2, [0, 0, 2]),
-        (1, [0, 0, 1]),
-    ],
-)
-def test_a_limited_buffer_keeps_the_last_rows_also_of_a_sample(
-    limit: int, n_rows: list[int]
-) -> None:
-    buffer = filled(THREE, limit)
+def test_each_sample_has_the_rows_of_its_segments() -> None:
+    buffer = filled(THREE)
     trained = trained_samples(THREE, buffer.items)
-    kept = [(sample, n) for sample, n in zip(THREE, n_rows, strict=True) if n > 0]
-    assert [(each.sample, len(each.rows)) for each in trained] == kept
+    assert [(each.sample, len(each.rows)) for each in trained] == list(
+        zip(THREE, [1, 3, 2], strict=True)
+    )
     rows = [row for each in trained for row in each.rows]
     assert list(map(id, rows)) == list(map(id, buffer.items))
-    for each, (sample, n) in zip(trained, kept, strict=True):
-        assert [segment for segment, _ in each.pairs()] == sample.segments[-n:]
+    for each, sample in zip(trained, THREE, strict=True):
+        assert [segment for segment, _ in each.pairs()] == sample.segments
         for segment, row in each.pairs():
             assert row.sequences[0].tolist() == segment.token_ids
             assert row.action_mask[0].tolist() == segment.action_mask
-
-
-def test_without_rows_nothing_was_trained() -> None:
-    assert trained_samples(THREE, []) == []
     assert trained_samples([], []) == []
 
 
-def test_a_sample_whose_first_segments_were_dropped_is_logged_with_its_other_rows() -> None:
+def test_a_sample_of_several_segments_is_logged_with_all_its_rows() -> None:
     view = View()
-    view.show(1, THREE, filled(THREE, limit=4))
+    view.show(1, THREE)
     by_group = {row["group"]: row for row in view.samples}
-    assert by_group.keys() == {2, 3}
-    assert by_group[2]["kl"] == pytest.approx(0.25 * (2 + 3)), "of the rows that are left"
-    assert by_group[3]["kl"] == pytest.approx(0.25 * (1 + 2)), "of all its rows"
-    assert by_group[2]["response_length"] == 1 + 2 + 3, "of all its segments"
+    assert by_group[2]["kl"] == pytest.approx(0.25 * (1 + 2 + 3))
+    assert by_group[2]["response_length"] == 1 + 2 + 3
     assert len(by_group[2]["segments"]) == 3
     numbers = {row["sample"]: row["group"] for row in view.samples}
     for row in view.tokens:
         group = numbers[row["sample"]]
-        n_last = 3 if group == 2 else 2
+        n_last = {1: 1, 2: 3, 3: 2}[group]
         assert row["ids"] == list(range(7, 7 + n_last)), "the last segment"
         assert row["advantage"] == [float(group)] * n_last
 
@@ -528,9 +504,8 @@ def test_rows_that_the_limit_of_an_episode_cut_off_are_not_checked(
     limited = dataclasses.replace(ONE, segments=[first, cut, last], episode=played)
     long = with_last(NINE[2], finish_reason=FinishReason.LENGTH)
     long = dataclasses.replace(long, prompt=Prompt("", [2], label="y"))
-    samples = [NINE[3], limited, long]
-    view.show(1, samples, filled(samples, limit=3))  # without the first and a segment of the second
-    assert checked == [([last.token_ids, long.last.token_ids], ["x", "y"])]
+    view.show(1, [limited, long])
+    assert checked == [([first.token_ids, last.token_ids, long.last.token_ids], ["x", "x", "y"])]
 
 
 GREEDY = dataclasses.replace(response_to([1, 2], group=4, n_tokens=1), scores={"a": 1.0})

@@ -173,9 +173,7 @@ def masked_shares(ratios, low, high):
 
 
 CORRECTION = {
-    "rollout_correction": "mis",
-    "rollout_correction_low": 0.01,
-    "rollout_correction_high": 0.2,
+    "rollout_correction": ("mis", "low=0.01", "high=0.2"),
 }
 KL = {"use_kl_loss": True, "init_kl_coef": 0.7}
 
@@ -260,15 +258,13 @@ def of_sequences(row):
 
 
 GEOMETRIC = {
-    "rollout_correction": "icepop",
-    "rollout_correction_level": "geometric",
-    "rollout_correction_veto": 0.1,
+    "rollout_correction": "icepop low=0.5 high=1.7 level=geometric veto=0.1".split(),
 }
 OFF_POLICY = {
     "double sided": ({"policy_loss_type": "double_sided"}, near_the_engine),
     "decoupled": ({"policy_loss_type": "decoupled"}, weighted_and_capped),
     "geometric": (
-        GEOMETRIC | {"rollout_correction_low": 0.5, "rollout_correction_high": 1.7},
+        GEOMETRIC,
         of_sequences,
     ),
 }
@@ -433,7 +429,6 @@ def test_a_rollout_of_several_optimizer_steps_is_made_as_usual(scalar):
 def test_it_is_not_chosen_where_the_training_forward_would_differ():
     assert OnePassCritic.is_exact(from_options(TrainPPOConfig, **ONE_PASS))
     for options in (
-        {"buffer_limit": 8},
         {"overlong_filter": True},
         {"lora_rank": 2, "lora_dropout": 0.1},
     ):

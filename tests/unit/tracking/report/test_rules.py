@@ -56,7 +56,7 @@ def every_tenth(curve):
 
 
 CLIP, FLAT_REWARD = {"reward_clip_range": [-10.0, 10.0]}, {"reward": flat(0.5)}
-BOUND_10, BOUND_1 = ({"dynamic_sampling_max_batches": n, "rollout_batch_size": 8} for n in (10, 1))
+BOUND_10, BOUND_1 = ({"dynamic_sampling": n, "rollout_batch_size": 8} for n in (10, 1))
 DISTILS = {"reward_fn": "none"}
 RISES_AND_FALLS = every_tenth(lambda s: {10: 0.1, 20: 0.5, 30: 0.9}.get(s, 0.6))
 CASES = {

@@ -43,7 +43,7 @@ def identity(contents: dict[str, str] | None = None, **options: Any) -> dict[str
             "--lora_rank was 0, is 8; --seed was 42, is 1",
         ),
         ({}, {"target_modules": ("q_proj",)}, "--target_modules was ['all-linear'], is ['q_proj']"),
-        ({}, {"enable_ema": True}, "--enable_ema was False, is True"),
+        ({}, {"ema_beta": 0.992}, "--ema_beta was None, is 0.992"),
         (WEIGHTS, {}, "--pretrain m has other contents"),
         (ROWS, {"prompt_data": "e"}, "--prompt_data was d, is e"),
         ({"--reward_pretrain": "r"}, {"reward_pretrain": "r"}, "--reward_pretrain was None, is r"),
