@@ -1,7 +1,7 @@
-"""Program of ``answer_process.py``: answers pickled questions until its stdin is closed.
+"""Program of ``answer_process.py``: answers pickled questions until its pipe is closed.
 
-``answer_program.py math`` compares answers, ``answer_program.py regex PATTERN`` searches for matches, and
-``answer_program.py function FILE NAME PATH`` calls a function of users, with the folders of PATH to import from.
+The first argument is the file descriptor of the pipe. Then ``math`` compares answers, ``regex PATTERN`` searches for
+matches, and ``function FILE NAME PATH`` calls a function of users, with the folders of PATH to import from.
 """
 
 import logging
@@ -15,16 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 _SECONDS = 2
 _MEMORY_BYTES = 4 * 2**30
-
-
-def read(file: IO[bytes]) -> Any:
-    """Read the next object from the other process; ``EOFError`` if that process has ended."""
-    return pickle.load(file)  # noqa: S301 (both are this program)
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> str | None:
@@ -53,62 +49,56 @@ def is_equal(question: tuple[str, list[str]]) -> bool | None:
     return False
 
 
-def load_function(file: str, name: str, path: str) -> Callable[..., Any]:
-    """Load the function ``name`` of ``file``, which imports from the folders of ``path``."""
+def load_function(file: str, name: str, path: str) -> Callable[[dict[str, Any]], Any]:
+    """Load the function ``name`` of ``file``, which imports from the folders of ``path``.
+
+    It is called with a dict of its arguments.
+    """
     sys.path[:] = path.split(os.pathsep)
     spec = spec_from_file_location(f"reward_{Path(file).stem}", file)
     assert spec is not None and spec.loader is not None, f"no loader for {file}"
     module = module_from_spec(spec)
     sys.modules[spec.name] = module  # for dataclasses and pickle
     spec.loader.exec_module(module)
-    function: Callable[..., Any] = getattr(module, name)
-    return function
+    function = getattr(module, name)
+    return lambda arguments: function(**arguments)
 
 
-def call_function(
-    function: Callable[..., Any], arguments: dict[str, Any]
-) -> bytes | tuple[str, str]:
-    """Call a function; return its pickled result, or repr and traceback of its exception."""
+def reply(answer: Callable[[Any], Any], question: Any) -> bytes:
+    """Pickle the answer and None, or None with repr and traceback of an exception."""
     try:
-        result = function(**arguments)
+        result = answer(question)
         if isinstance(result, Iterator):
             result = list(result)
-        return pickle.dumps(result)
+        return pickle.dumps((result, None))
     except BaseException as error:  # noqa: BLE001 (raised again where the answer is read)
-        return repr(error), "".join(traceback.format_exception(error))
+        failure = repr(error), "".join(traceback.format_exception(error))
+        return pickle.dumps((None, failure))
 
 
-def restrict() -> None:
-    """Bound the memory of this process, and silence its logs."""
-    logging.disable(logging.CRITICAL)  # math-verify logs each answer that takes too long
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-
-
-def main(kind: str, *arguments: str) -> None:
-    """Answer questions until stdin is closed."""
-    questions = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # so that a function's output is not read as an answer
+def main(descriptor: int, kind: str, *arguments: str) -> None:
+    """Answer questions until the pipe is closed."""
+    pipe = Connection(descriptor)
+    os.set_inheritable(descriptor, False)
 
     answer: Callable[[Any], Any] = is_equal
     if kind == "function":
-        answer = partial(call_function, load_function(*arguments))
+        answer = load_function(*arguments)
     else:
-        if kind == "regex":
-            answer = partial(last_match, re.compile(arguments[0]))
-        restrict()
-    if kind == "math":
+        logging.disable(logging.CRITICAL)  # math-verify logs each answer that takes too long
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    if kind == "regex":
+        answer = partial(last_match, re.compile(arguments[0]))
+    elif kind == "math":
         import math_verify  # noqa: F401 (so that the first answer does not wait for it)
 
-    with suppress(EOFError):
-        result = None  # sent once this process is ready
+    pipe.send_bytes(b"")  # it is ready
+    with suppress(EOFError, ConnectionError):
         while True:
-            pickle.dump(result, answers)
-            answers.flush()
-            result = answer(read(questions))
+            question = pickle.loads(pipe.recv_bytes())  # noqa: S301 (from this run)
+            pipe.send_bytes(reply(answer, question))
 
 
 if __name__ == "__main__":
-    _, *command = sys.argv
-    main(*command)
+    _, descriptor, *command = sys.argv
+    main(int(descriptor), *command)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import Verifier
-from openppo.rewards.answer_process import AnswerProcess
+from openppo.rewards.answer_process import AnswerProcess, RaisedThere
 from openppo.rewards.scoring import answer_length, answer_text, name_sample
 from openppo.types import Prompt, Sample, Score
 
@@ -23,6 +23,8 @@ _LATEX = re.compile(r"(?<!\\)\$.+(?<!\\)\$|\\boxed|\\\(|\\\[", re.DOTALL)
 _THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 _FRACTION = re.compile(r"-?\d+\.\d+")
 _LONGEST_QUOTE = 200
+_NO_ANSWER = (TimeoutError, ChildProcessError, RaisedThere)
+"""Errors of a process that took too long, raised, or ended, perhaps for memory."""
 
 
 @dataclass
@@ -136,9 +138,12 @@ class RegexReward:
         self.process = AnswerProcess("--verifiable_reward regex", "regex", pattern)
 
     def __call__(self, response: str, sample: Sample) -> float:
-        in_time, match = self.process.ask(response, self.seconds)
-        if not in_time:
-            _warn_wrong("regex", "the search took too long", response, sample=sample)
+        try:
+            match = self.process.ask(response, self.seconds)
+        except _NO_ANSWER as error:
+            reason = f"the search took too long, or failed ({error!r})"
+            _warn_wrong("regex", reason, response, sample=sample)
+            return 0.0
         if match is None:
             return 0.0
         if self.n_groups == 0:
@@ -166,11 +171,14 @@ class MathReward:
     def __call__(self, response: str, sample: Sample) -> float:
         label = label_of(sample.prompt, "math")
         question = [_as_latex(label), _readings(response)]
-        in_time, is_equal = self.process.ask(question, self.seconds)
+        try:
+            is_equal = self.process.ask(question, self.seconds)
+        except _NO_ANSWER as error:
+            reason = f"the answer took too long, or failed ({error!r})"
+            _warn_wrong("math", reason, response, sample=sample)
+            return 0.0
         if is_equal is None:
-            reason = "the answer took too long"
-            if in_time:
-                reason = f"the label {label!r} is no mathematics"
+            reason = f"the label {label!r} is no mathematics"
             _warn_wrong("math", reason, response, sample=sample)
         return float(is_equal is True)
 

@@ -144,6 +144,11 @@ def test_a_sample_without_result_ends_the_run_or_costs_a_chosen_value(
     assert "raised on 1 of 4 samples" in caplog.text
 
 
+def test_a_limit_may_exceed_what_the_system_can_wait(scorer_of, labelled):
+    scorer = scorer_of("raises", seconds=1e9)
+    assert scorer.score(labelled[:1]) == [Score({"reward": 0.0})]
+
+
 def test_what_a_late_sample_has_started_ends_with_it(file, scorer_of, labelled):
     scorer_of("slow", seconds=1.0, error_value=0.0).score(labelled[1:2])
     until(lambda: has_ended(file.with_name("child").read_text()))
