@@ -1,6 +1,6 @@
 """Last phase: the parts of a run become a trainer, which resumes where a checkpoint was found."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from openppo.build.check import Checked
@@ -21,10 +21,11 @@ from openppo.strategy.ema import ParameterAverage
 from openppo.tracking import PhaseTimer, StepProfiler, Tracker, Trackers
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.critic_step import CriticStep, OnePassCritic
+from openppo.trainer.critic_step import CriticStep
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.supervised.batches import packed_row_length
+from openppo.trainer.update import OnePassUpdate
 from openppo.types import StopCheck
 
 HEADLINE = [
@@ -97,7 +98,7 @@ def _components(
             device=strategy.device,
         )
 
-    maker = _experience_maker(checked, data, models, critic_step=critic_step, stop=sampling.stop)
+    maker = _experience_maker(checked, data, models, stop=sampling.stop)
     return PPOComponents(
         strategy=strategy,
         tokenizer=checked.tokenizer,
@@ -124,13 +125,9 @@ def _experience_maker(
     checked: Checked,
     data: LoadedData,
     models: Models,
-    critic_step: CriticStep | None,
     stop: StopCheck,
 ) -> ExperienceMaker:
-    """Make the experience maker.
-
-    On rollouts that fit into one optimizer step, it also trains the critic in the pass that computes values.
-    """
+    """Make the experience maker."""
     config = checked.config
     strategy = checked.strategy
     profiler = StepProfiler(config.run.save_path, config.tracking, strategy.comm.rank)
@@ -144,10 +141,7 @@ def _experience_maker(
         resolved=models.resolved,
     )
 
-    make: Callable[..., ExperienceMaker] = ExperienceMaker
-    if critic_step is not None and OnePassCritic.is_exact(config):
-        make = partial(OnePassCritic, critic_step)
-    return make(
+    return ExperienceMaker(
         actor=models.actor,
         critic=models.critic,
         reference=models.reference,
@@ -156,6 +150,7 @@ def _experience_maker(
         device=strategy.device,
         pad_token_id=pad_token_id(checked.tokenizer),
         hooks=hooks,
+        values_in_training=models.critic is not None and OnePassUpdate.is_exact(config),
     )
 
 

@@ -71,6 +71,8 @@ class ExperienceMaker:
     device: torch.device
     pad_token_id: int
     hooks: Hooks = field(default_factory=Hooks)
+    values_in_training: bool = False
+    """Leave values and advantages to ``OnePassUpdate`` where one optimizer step takes the whole rollout."""
 
     def __post_init__(self) -> None:
         self.frozen_steps = self.config.ppo.frozen_actor_steps
@@ -110,12 +112,47 @@ class ExperienceMaker:
     ) -> list[Experience]:
         """Make one experience per segment, in order, in CPU memory.
 
+        Values, advantages and returns are missing where ``values_in_training`` leaves them to the update.
         Runs the models, then waits for scores still under way (or for a signal: ``Interrupted`` on all ranks).
         ``n_done`` is the number of global steps trained so far, which is also the policy's version.
         """
         batch = self._rewarded(samples, metrics, n_done)
         measure_staleness(samples, n_done, metrics)
-        return self._completed(batch, samples, metrics, n_done=n_done)
+        if batch is None:
+            return []
+
+        with self.hooks.timer.phase("experience"):
+            if self.critic is None or batch.values is not None:
+                batch = self.complete(batch, samples, metrics, n_done=n_done)
+            return list(split_rows(batch.to("cpu")))
+
+    def complete(
+        self, batch: Experience, samples: Sequence[Sample], metrics: Metrics, n_done: int
+    ) -> Experience:
+        """Add and measure advantages and returns of a batch that has rewards, and values if there is a critic."""
+        batch = self.add_returns(batch, n_done)
+        measure_experience(batch, metrics)
+        assert batch.advantages is not None
+        measure_signal(
+            samples,
+            batch.advantages,
+            batch.action_mask,
+            weights=self.measured_weights,
+            metrics=metrics,
+        )
+        if self.config.shaping.overlong_filter:
+            mask = overlong_mask(batch.action_mask, batch.truncated)
+            batch = batch.with_fields(action_mask=mask)
+        return batch
+
+    def add_returns(self, batch: Experience, n_done: int) -> Experience:
+        """Add advantages and returns; Monte-Carlo returns while the critic is pretrained."""
+        assert batch.rewards is not None
+        lambd_critic = 1.0 if n_done < self.config.ppo.value_pretrain_steps else None
+        advantages, returns = self.estimator.advantages(
+            batch.rewards, batch.values, batch.action_mask, self.config.advantage, lambd_critic
+        )
+        return batch.with_fields(advantages=advantages, returns=returns)
 
     def count(self, items: Sequence[object]) -> int:
         """Number of items over all ranks."""
@@ -131,18 +168,18 @@ class ExperienceMaker:
             getattr(self, name).load_state_dict(state[name])
 
     def _rewarded(
-        self, samples: Sequence[Sample], metrics: Metrics, n_done: int, values: bool = True
+        self, samples: Sequence[Sample], metrics: Metrics, n_done: int
     ) -> Experience | None:
-        """One batch with token rewards; None on a rank without samples. Without ``values`` no critic runs."""
+        """One batch with token rewards; None on a rank without samples."""
         timer = self.hooks.timer
         sampled = unscored(samples)
         if self.hooks.sampled_ids.left_out:
             check_sampled(sampled, self.hooks.sampled_ids, self.comm)
 
         with timer.phase("experience"):
-            source, is_stale = self._old_log_probs_from(samples, n_done)
-            batch = self.forwards(sampled, source, values)
-            if is_stale and batch is not None:
+            plan = self._plan_forwards(samples, n_done)
+            batch = self.forwards(sampled, plan.old_log_probs, plan.values)
+            if plan.is_stale and batch is not None:
                 lags = [staleness(segment, n_done) for segment in segments_of(sampled)]
                 behind = pad_sequence(lags, batch_first=True)
                 batch = batch.with_fields(staleness=behind.to(self.device))
@@ -173,38 +210,8 @@ class ExperienceMaker:
         """Total reward of each sample before shaping."""
         return [sample.total_reward(self.weights) for sample in samples]
 
-    def _completed(
-        self,
-        batch: Experience | None,
-        samples: Sequence[Sample],
-        metrics: Metrics,
-        n_done: int,
-    ) -> list[Experience]:
-        """Add advantages and returns to a batch that has rewards (and values); return its rows."""
-        if batch is None:
-            return []
-
-        with self.hooks.timer.phase("experience"):
-            batch = self._add_returns(batch, n_done)
-            measure_experience(batch, metrics)
-            assert batch.advantages is not None
-            measure_signal(
-                samples,
-                batch.advantages,
-                batch.action_mask,
-                weights=self.measured_weights,
-                metrics=metrics,
-            )
-
-            if self.config.shaping.overlong_filter:
-                mask = overlong_mask(batch.action_mask, batch.truncated)
-                batch = batch.with_fields(action_mask=mask)
-            return list(split_rows(batch.to("cpu")))
-
-    def _old_log_probs_from(
-        self, samples: Sequence[Sample], n_done: int
-    ) -> tuple[OldLogProbsFrom, bool]:
-        """Source of the old policy's log-probs; True if older policies sampled any token. Collective."""
+    def _plan_forwards(self, samples: Sequence[Sample], n_done: int) -> "_ForwardPlan":
+        """Forwards that the experience of all ranks' samples needs. Collective."""
         # Foreign log-probs come from another engine, or from an agent, whose varying batches change the last bits.
         is_from_engine = isinstance(samples, Rollout)
         sampled = unscored(samples)
@@ -216,12 +223,15 @@ class ExperienceMaker:
 
         trains_actor = n_done >= self.frozen_steps
         fits_one_update = 0 < n_rows <= self.config.batch.train_batch_size
-        source = old_log_probs_from(
-            self.config,
-            single_update=fits_one_update and n_stale == 0 and trains_actor,
-            by_engine=n_foreign == 0,
+        return _ForwardPlan(
+            old_log_probs=old_log_probs_from(
+                self.config,
+                single_update=fits_one_update and n_stale == 0 and trains_actor,
+                by_engine=n_foreign == 0,
+            ),
+            values=not (self.values_in_training and fits_one_update),
+            is_stale=n_stale > 0,
         )
-        return source, n_stale > 0
 
     def _add_rewards(
         self, batch: Experience, samples: Sequence[Sample], rows: SampleRows, metrics: Metrics
@@ -245,15 +255,6 @@ class ExperienceMaker:
         kl_coef = self.kl_controller.value
         rewards = compute_reward(scores, kl, mask, kl_coef=kl_coef, token_rewards=token_rewards)
         return batch.with_fields(rewards=rewards)
-
-    def _add_returns(self, batch: Experience, n_done: int) -> Experience:
-        """Add advantages and returns; Monte-Carlo returns while the critic is pretrained."""
-        assert batch.rewards is not None
-        lambd_critic = 1.0 if n_done < self.config.ppo.value_pretrain_steps else None
-        advantages, returns = self.estimator.advantages(
-            batch.rewards, batch.values, batch.action_mask, self.config.advantage, lambd_critic
-        )
-        return batch.with_fields(advantages=advantages, returns=returns)
 
     def _greedy_rewards(self, samples: Sequence[Sample]) -> Tensor:
         """Shaped total rewards (N,) of the greedy responses that belong to the samples."""
@@ -296,6 +297,15 @@ class ExperienceMaker:
 
         whole = shape_scores(whole, rows.truncated, rows.longest, config=shaping, max_len=max_len)
         return steps.taken_from(whole), steps
+
+
+@dataclass(frozen=True)
+class _ForwardPlan:
+    """Forwards that a rollout needs; ``is_stale`` if older policies sampled any token."""
+
+    old_log_probs: OldLogProbsFrom
+    values: bool
+    is_stale: bool
 
 
 def _versions(segment: Segment) -> set[int]:

@@ -1,7 +1,7 @@
 """Buffer of a rollout: tensors of segments, normalized over all ranks, dealt out in optimizer steps."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -155,20 +155,36 @@ class ReplayBuffer:
     def normalize(self, name: str) -> None:
         """Normalize a field over the action tokens of all ranks, in float64. Collective.
 
-        (x - mean) / sqrt(var + 1e-8)
+        (x - mean) / sqrt(var + 1e-8). Nothing happens if the rows do not have the field yet.
         """
+        has_field = all(name in item.tensors() for item in self.items)
+        items = self.items if has_field else []
         values = [torch.zeros(0, dtype=torch.float64)]
-        for item in self.items:
+        for item in items:
             actions = item.tensors()[name][item.action_mask]
             values.append(actions.double().cpu())
         moments = Moments.of(torch.cat(values), self.comm)
 
         scale = math.sqrt(moments.variance + 1e-8)
-        for i, item in enumerate(self.items):
+        for i, item in enumerate(items):
             tensor = item.tensors()[name]
             normalized = ((tensor.double() - moments.mean) / scale).to(tensor.dtype)
             normalized = torch.where(item.action_mask, normalized, 0.0)
             self.items[i] = item.with_fields(**{name: normalized})
+
+    def own_entries(self, by_place: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return the entry of each row of this rank; ``by_place`` are those that this rank has. Collective.
+
+        A place is a row's number among all ranks' rows, as in ``MiniBatch.places``.
+        """
+        everywhere: dict[int, Tensor] = {}
+        counts = []
+        for n_rows, entries in self.comm.all_gather_object((len(self), dict(by_place))):
+            counts.append(n_rows)
+            everywhere |= entries
+
+        first = sum(counts[: self.comm.rank])
+        return [everywhere[first + row] for row in range(len(self))]
 
     def mini_batches(
         self,

@@ -49,7 +49,7 @@ class PPOTrainer:
         self.length = RunLength(config, source)
         self.rollback = Rollback(source)
         self.view = StepDiagnostics(config, components, self.total_steps)
-        self.update = Update(config, components, observe=self.view.observe)
+        self.update = Update.of(config, components, observe=self.view.observe)
         self.pass_watch = PassWatch(self.comm)
         self.should_stop = False
 
@@ -85,7 +85,7 @@ class PPOTrainer:
         with timer.step(self.state.global_step + 1):
             experience = self.maker.make(samples, metrics, self.global_step)
             self.replay_buffer.fill(experience)
-            reduced = self.update(self.replay_buffer, metrics)
+            reduced = self.update(self.replay_buffer, samples, metrics)
 
         self.view.keep(samples)
         return reduced | timer.take_metrics(self.comm, self.config.orchestrator.rollout_ranks)

@@ -1,86 +1,33 @@
 """Optimizer steps of actor and critic over a replay buffer, which complete a global step."""
 
-import math
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from openppo import logger
-from openppo.config import RunConfig, TrainPPOConfig
+from openppo.config import TrainPPOConfig
 from openppo.datasets import cyclic_batches, shuffled
-from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, mini_batches
+from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, join_rows, mini_batches
 from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import pad_token_id
 from openppo.tracking import Metrics, progress_bar
+from openppo.tracking.console import ProgressBar
 from openppo.tracking.phase import timed
 from openppo.trainer.actor_step import ActorStep, Observe
 from openppo.trainer.components import PPOComponents
+from openppo.trainer.critic_step import Complete
+from openppo.trainer.skipped_steps import SkippedSteps
 from openppo.trainer.supervised.batches import StepBatch, token_batch
-from openppo.types import Comm
-from openppo.weight_files import save_tensors
-
-
-class SkippedSteps:
-    """Counter of skipped optimizer steps, which keeps their batches and ends a run after too many in a row.
-
-    Batches are written to ``<save_path>/skipped``. All ranks see the same norms, since a gradient that is not finite on
-    one rank is not finite on any.
-    """
-
-    def __init__(self, run: RunConfig, comm: Comm) -> None:
-        self.run = run
-        self.comm = comm
-        self.total = 0
-        self.in_a_row: dict[str, int] = {}
-
-    def accept(self, norm: float, role: str, place: str, **batch: list[dict[str, Any]]) -> bool:
-        """Return True if the gradient ``norm`` is finite, which means that the step was taken.
-
-        Otherwise write this rank's ``batch``. ``place`` names the step in messages. ``FloatingPointError`` once
-        ``max_skipped_steps`` steps in a row were skipped.
-        """
-        if math.isfinite(norm):
-            self.in_a_row[role] = 0
-            return True
-
-        self.total += 1
-        self.in_a_row[role] = self.in_a_row.get(role, 0) + 1
-        name = f"{place.replace(' ', '_')}_{role}_rank{self.comm.rank}.safetensors"
-        file = Path(self.run.save_path, "skipped", name)
-        _write(batch, file)
-
-        problem = f"a loss or the gradient of the {role} was not finite in {place}"
-        if self.in_a_row[role] >= self.run.max_skipped_steps:
-            raise FloatingPointError(
-                f"{problem}, and {self.in_a_row[role]} optimizer steps in a row were skipped (max_skipped_steps). "
-                f"Lower the learning rate, and look at the batches in {file.parent}. "
-                "Skipped steps do not change the weights."
-            )
-        if self.comm.rank == 0:
-            logger.warning(
-                "%s: this optimizer step is skipped on all ranks; its batch is in %s", problem, file
-            )
-        return False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counts for ``load_state_dict``, as JSON."""
-        return {"total": self.total, "in_a_row": dict(self.in_a_row)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the counts of an earlier session."""
-        self.total = state["total"]
-        self.in_a_row = dict(state["in_a_row"])
+from openppo.types import Experience, Sample
 
 
 class Update:
     """Training of actor and critic on a filled replay buffer, which completes the global step.
 
-    Steps are counted in ``components.state``. ``observe`` receives the forwards that train the actor. All ranks call
-    every method together.
+    ``Update.of`` chooses between this class and ``OnePassUpdate``. Steps are counted in ``components.state``.
+    ``observe`` receives the forwards that train the actor. All ranks call every method together.
     """
 
     def __init__(
@@ -105,10 +52,21 @@ class Update:
         self._documents = self._document_batches()
         self.set_training(False)
 
-    def __call__(self, buffer: ReplayBuffer, metrics: Metrics) -> dict[str, float]:
-        """Train for ``--max_epochs`` epochs, and return the metrics of the whole step, the same on all ranks.
+    @staticmethod
+    def of(
+        config: TrainPPOConfig, components: PPOComponents, observe: Observe | None = None
+    ) -> "Update":
+        """Make the update that belongs to the experience maker of ``components``."""
+        kind = OnePassUpdate if components.maker.values_in_training else Update
+        return kind(config, components, observe)
 
-        ``FloatingPointError`` after ``max_skipped_steps`` optimizer steps in a row were skipped.
+    def __call__(
+        self, buffer: ReplayBuffer, samples: Sequence[Sample], metrics: Metrics
+    ) -> dict[str, float]:
+        """Train for ``--max_epochs`` epochs on ``samples``, whose experience is in ``buffer``.
+
+        Returns the metrics of the whole step, the same on all ranks. ``FloatingPointError`` after
+        ``max_skipped_steps`` optimizer steps in a row were skipped.
         """
         maker = self.components.maker
         kl = maker.kl_controller
@@ -118,8 +76,9 @@ class Update:
         self.timer.count_tokens("step", n_tokens)
 
         trains_actor = state.global_step >= maker.frozen_steps
-        with self.timer.phase("training"):
-            self._train(buffer, n_samples, metrics, kl_coef=kl.value if trains_actor else None)
+        kl_coef = kl.value if trains_actor else None
+        with self.timer.phase("training"), self._training(n_samples) as bar:
+            self._train(buffer, samples, metrics, kl_coef=kl_coef, bar=bar)
         n_tokens_of_all = int(self.comm.all_reduce(torch.tensor(n_tokens)))
         state.count_step(n_samples, n_tokens_of_all)
 
@@ -148,10 +107,9 @@ class Update:
         for model in self.models:
             model.train(mode)
 
-    def _train(
-        self, buffer: ReplayBuffer, n_samples: int, metrics: Metrics, kl_coef: float | None
-    ) -> None:
-        """Take all optimizer steps of the critic, and of the actor unless ``kl_coef`` is None."""
+    @contextmanager
+    def _training(self, n_samples: int) -> Iterator[ProgressBar]:
+        """Prepare both models for the optimizer steps on ``n_samples``, and count these steps in a progress bar."""
         batch = self.config.batch
         strategy = self.components.strategy
         self.set_training(True)
@@ -160,15 +118,32 @@ class Update:
         n_updates = batch.max_epochs * -(-n_samples // batch.train_batch_size)
         progress = progress_bar(n_updates, "training", enabled=strategy.is_main)
         with strategy.training(), progress as bar:
-            resolved = self.components.maker.resolved
-            batches = mini_batches(buffer, self.config, self.state.global_step, resolved=resolved)
-            for number, mini_batch in enumerate(batches):
-                self._count_tokens(mini_batch)
-                self._step(mini_batch, metrics, kl_coef, number=number)
-                bar.update()
+            yield bar
 
         self._move_moments(to_host=True)
         self.set_training(False)
+
+    def _train(
+        self,
+        buffer: ReplayBuffer,
+        samples: Sequence[Sample],
+        metrics: Metrics,
+        kl_coef: float | None,
+        bar: ProgressBar,
+    ) -> None:
+        """Take all optimizer steps of the critic, and of the actor unless ``kl_coef`` is None."""
+        for number, batch in enumerate(self._mini_batches(buffer)):
+            self._count_tokens(batch)
+            if kl_coef is not None:
+                self._step_actor(batch, metrics, kl_coef, number=number)
+            if self.components.critic_step is not None:
+                self._step_critic(batch, metrics, number)
+            bar.update()
+
+    def _mini_batches(self, buffer: ReplayBuffer) -> Iterator[MiniBatch]:
+        """Mini-batches of the global step under way."""
+        resolved = self.components.maker.resolved
+        return mini_batches(buffer, self.config, self.state.global_step, resolved=resolved)
 
     def _count_tokens(self, batch: MiniBatch) -> None:
         """Count the tokens of micro-batches, except stand-ins, which hold none of the samples."""
@@ -176,23 +151,8 @@ class Update:
             n_tokens = int(micro.attention_mask.sum()) if places else 0
             self.timer.count_tokens("training", n_tokens)
 
-    def _step(self, batch: MiniBatch, metrics: Metrics, kl_coef: float | None, number: int) -> None:
-        """Take optimizer step ``number`` of the critic, and of the actor unless ``kl_coef`` is None."""
-        samples = [micro.inputs.tensors() | micro.tensors() for micro in batch.micro_batches]
-        place = f"global step {self.state.global_step + 1} optimizer step {number + 1}"
-        if kl_coef is not None:
-            self._step_actor(batch, metrics, kl_coef, number=number, samples=samples, place=place)
-        self._step_critic(batch, metrics, samples, place=place)
-
-    def _step_actor(
-        self,
-        batch: MiniBatch,
-        metrics: Metrics,
-        kl_coef: float,
-        number: int,
-        samples: list[dict[str, Any]],
-        place: str,
-    ) -> None:
+    def _step_actor(self, batch: MiniBatch, metrics: Metrics, kl_coef: float, number: int) -> None:
+        """Take optimizer step ``number`` of the actor."""
         components = self.components
         documents = next(self._documents) if components.data.documents else None
         measured = Metrics()
@@ -201,29 +161,45 @@ class Update:
                 batch, documents, measured, kl_coef=kl_coef, on_policy=number == 0
             )
 
-        rows: list[dict[str, Any]] = []
-        if documents is not None:
-            for micro in documents.micro_batches:
-                rows.append(micro.inputs.tensors() | {"loss_mask": micro.loss_mask})
-
-        if self.skipped.accept(norm, "actor", place, samples=samples, documents=rows):
+        if self._accept(norm, "actor", batch, number=number, documents=documents):
             metrics.merge(measured)
             if components.ema is not None:
                 components.ema.update()
         if documents is not None:
             self.state.count_documents()
 
-    def _step_critic(
-        self, batch: MiniBatch, metrics: Metrics, samples: list[dict[str, Any]], place: str
-    ) -> None:
-        critic_step = self.components.critic_step
-        if critic_step is None:
-            return
+    def _step_critic(self, batch: MiniBatch, metrics: Metrics, number: int) -> None:
+        """Take optimizer step ``number`` of the critic."""
         measured = Metrics()
-        clip = self.state.global_step >= self.config.ppo.value_pretrain_steps
-        norm = critic_step.train(batch, measured, clip)
-        if self.skipped.accept(norm, "critic", place, samples=samples):
+        norm = self._train_critic(batch, measured)
+        if self._accept(norm, "critic", batch, number=number):
             metrics.merge(measured)
+
+    def _train_critic(
+        self, batch: MiniBatch, measured: Metrics, complete: Complete | None = None
+    ) -> float:
+        """Train the critic on one mini-batch; values may move any distance while it is pretrained."""
+        critic_step = self.components.critic_step
+        assert critic_step is not None
+        clip = self.state.global_step >= self.config.ppo.value_pretrain_steps
+        return critic_step.train(batch, measured, clip, complete=complete)
+
+    def _accept(
+        self,
+        norm: float,
+        role: str,
+        batch: MiniBatch,
+        number: int,
+        documents: StepBatch | None = None,
+    ) -> bool:
+        """Return True if optimizer step ``number`` was taken; see ``SkippedSteps.accept``."""
+        place = f"global step {self.state.global_step + 1} optimizer step {number + 1}"
+        samples = [micro.inputs.tensors() | micro.tensors() for micro in batch.micro_batches]
+        rows: list[dict[str, Any]] = []
+        if documents is not None:
+            for micro in documents.micro_batches:
+                rows.append(micro.inputs.tensors() | {"loss_mask": micro.loss_mask})
+        return self.skipped.accept(norm, role, place, samples=samples, documents=rows)
 
     def _move_moments(self, to_host: bool) -> None:
         """Move Adam's moments to the host or back to the device, with ``--offload_idle``."""
@@ -256,17 +232,79 @@ class Update:
             yield token_batch(chosen, rows, pad, comm=self.comm, pack_to=pack_to)
 
 
-def _write(batch: Mapping[str, list[dict[str, Any]]], file: Path) -> None:
-    """Save tensors under "kind/number of the micro-batch/field"; only log a failure."""
-    tensors: dict[str, Tensor] = {}
-    for kind, micro_batches in batch.items():
-        for number, micro in enumerate(micro_batches):
-            for name, value in micro.items():
-                if value is not None:
-                    tensor = torch.as_tensor(value).detach().cpu().contiguous()
-                    tensors[f"{kind}/{number}/{name}"] = tensor
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        save_tensors(tensors, file)
-    except (OSError, SafetensorError) as error:
-        logger.warning("%s cannot be written (%s)", file, error)
+class OnePassUpdate(Update):
+    """Update that passes the rollout through the critic once, for its values and its first optimizer step.
+
+    Where one optimizer step takes the whole rollout, its forwards run with the weights that the values come from. The
+    maker then leaves values out, and here the critic steps first: each micro-batch gets the values of its forward, and
+    from them the returns of its loss. Then the buffer gets values and advantages, and the actor steps. Rollouts with
+    values are trained on as in ``Update``.
+    """
+
+    @staticmethod
+    def is_exact(config: TrainPPOConfig) -> bool:
+        """True if both ways agree: no sample is dropped after its values, and adapters have no dropout."""
+        return not config.shaping.overlong_filter and config.lora.lora_dropout == 0
+
+    def _train(
+        self,
+        buffer: ReplayBuffer,
+        samples: Sequence[Sample],
+        metrics: Metrics,
+        kl_coef: float | None,
+        bar: ProgressBar,
+    ) -> None:
+        """Take the critic's first step and complete the experience, then take all other steps."""
+        without_values = [item for item in buffer.items if item.values is None]
+        if self.components.maker.count(without_values) == 0:
+            super()._train(buffer, samples, metrics, kl_coef=kl_coef, bar=bar)
+            return
+
+        measured = Metrics()
+        norm, values = self._critic_pass(buffer, measured)
+        self._complete(buffer, values, samples, metrics=metrics)
+
+        for number, batch in enumerate(self._mini_batches(buffer)):
+            self._count_tokens(batch)
+            if kl_coef is not None:
+                self._step_actor(batch, metrics, kl_coef, number=number)
+            if number > 0:
+                self._step_critic(batch, metrics, number)
+            elif self._accept(norm, "critic", batch, number=number):
+                metrics.merge(measured)
+            bar.update()
+
+    def _critic_pass(
+        self, buffer: ReplayBuffer, measured: Metrics
+    ) -> tuple[float, dict[int, Tensor]]:
+        """Take the critic's first optimizer step; return its norm, and values (L,) by place among all ranks' rows."""
+        maker = self.components.maker
+        batch = next(self._mini_batches(buffer))
+        values_by_place: dict[int, Tensor] = {}
+
+        def complete(number: int, micro: Experience, values: Tensor) -> Experience:
+            values = torch.where(micro.action_mask, values, 0.0)
+            rows = map(Tensor.clone, values.cpu())
+            values_by_place.update(zip(batch.places[number], rows, strict=False))
+            return maker.add_returns(micro.with_fields(values=values), self.state.global_step)
+
+        norm = self._train_critic(batch, measured, complete)
+        return norm, values_by_place
+
+    def _complete(
+        self,
+        buffer: ReplayBuffer,
+        values_by_place: Mapping[int, Tensor],
+        samples: Sequence[Sample],
+        metrics: Metrics,
+    ) -> None:
+        """Add values, advantages and returns to the buffer, and measure them."""
+        rows = []
+        for row, values in zip(buffer.items, buffer.own_entries(values_by_place), strict=True):
+            rows.append(row.with_fields(values=values[None, : row.sequences.shape[1]]))
+
+        if rows:
+            batch = join_rows(rows).to(self.components.strategy.device)
+            n_done = self.state.global_step
+            rows = [self.components.maker.complete(batch, samples, metrics, n_done=n_done)]
+        buffer.fill(rows)

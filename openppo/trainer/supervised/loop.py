@@ -20,9 +20,9 @@ from openppo.tracking.phase import evaluation, phase
 from openppo.trainer.callbacks import STOPPED_EARLY, StopWhen
 from openppo.trainer.cards.run_card import RunCard
 from openppo.trainer.checkpointer import Checkpointer, ensure_checkpoint_on_save_error, stopped
+from openppo.trainer.skipped_steps import SkippedSteps
 from openppo.trainer.supervised.batches import StepBatch, equal_micro_batches
 from openppo.trainer.supervised.self_check import show_examples
-from openppo.trainer.update import SkippedSteps
 from openppo.types import Interrupted, StopCheck
 
 Example = TypeVar("Example")

@@ -19,7 +19,7 @@ from openppo.sources.synchronous import PromptSource
 from openppo.tracking.phase import current
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.evaluation.evaluator import Grading
-from openppo.trainer.update import SkippedSteps
+from openppo.trainer.skipped_steps import SkippedSteps
 from openppo.types import Completion, FinishReason, Prompt, Score, SingleProcess
 from tests.samples import one_segment, with_last
 from tests.unit.trainer.conftest import OneOf, Scorer, StopIn, Strategy, prompts, trainer_of

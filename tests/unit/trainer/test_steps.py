@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,17 +12,19 @@ from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.datasets import TokenExample
 from openppo.experience import ExperienceMaker, ReplayBuffer
 from openppo.experience.own_estimator import loss_aggregation
-from openppo.experience.replay_buffer import MiniBatch, idle_experience, join_rows, mini_batches
+from openppo.experience.replay_buffer import MiniBatch, idle_experience, join_rows
 from openppo.models import Actor, GPTLMLoss, ScalarHeadModel
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
 from openppo.trainer.actor_step import ActorStep
-from openppo.trainer.critic_step import CriticStep, OnePassCritic
+from openppo.trainer.critic_step import CriticStep
 from openppo.trainer.supervised.batches import token_batch
+from openppo.trainer.train_state import TrainState
+from openppo.trainer.update import OnePassUpdate, Update
 from openppo.types import FinishReason, ModelInputs, Prompt, SingleProcess
 from tests.ranks import on_ranks
 from tests.samples import one_segment
-from tests.unit.trainer.conftest import CPU, PPO, OneOf, PlainModel
+from tests.unit.trainer.conftest import CPU, PPO, OneOf, PlainModel, Policy, Strategy
 
 ALONE, TEMPERATURE = SingleProcess(), 0.7
 CONFIG = from_options(
@@ -387,26 +390,38 @@ def make_sample(i):
     )
 
 
-def maker_of(one_pass, config, scalar, comm):
-    """A maker without an actor, the step of its critic, and the critic."""
-    model = PlainModel(ScalarHeadModel(copy.deepcopy(scalar), "critic"), rate=0.1)
-    step = CriticStep(model, config, comm, CPU)
-    models = {"actor": lambda *_, **__: None, "critic": model, "reference": None}
-    parts = {**models, "config": config, "comm": comm, "device": CPU, "pad_token_id": 0}
-    return OnePassCritic(step, **parts) if one_pass else ExperienceMaker(**parts), step, model
+def update_of(one_pass, config, scalar, comm):
+    """An update of both models, whose maker leaves values to it if ``one_pass``."""
+    critic = PlainModel(ScalarHeadModel(copy.deepcopy(scalar), "critic"), rate=0.1)
+    actor = PlainModel(Policy(), rate=0.1)
+    parts = SimpleNamespace(
+        strategy=Strategy(comm=comm),
+        tokenizer=SimpleNamespace(pad_token_id=0),
+        actor=actor,
+        critic=critic,
+        critic_step=CriticStep(critic, config, comm, CPU),
+        maker=ExperienceMaker(
+            actor, critic, None, config, comm, CPU, 0, values_in_training=one_pass
+        ),
+        data=SimpleNamespace(documents=[]),
+        pack_documents_to=None,
+        ema=None,
+        state=TrainState(),
+    )
+    return Update.of(config, parts)
 
 
 def outcome(one_pass, scalar, n, **options):
-    """Experience, metrics, weights and forwards of the critic, after a global step without an actor."""
+    """Experience, metrics, weights, and forwards of the critic of a global step."""
     config = from_options(TrainPPOConfig, **ONE_PASS, **options)
-    maker, step, model = maker_of(one_pass, config, scalar, ALONE)
+    update = update_of(one_pass, config, scalar, ALONE)
     buffer, metrics = ReplayBuffer(normalizes=True), Metrics()
-    samples = list(map(make_sample, range(n)))
-    buffer.fill(maker.make(Rollout(samples, Metrics()), metrics))
-    for batch in mini_batches(buffer, config, 0):
-        step.train(batch, metrics, True)
+    samples = Rollout(list(map(make_sample, range(n))), Metrics())
+    buffer.fill(update.components.maker.make(samples, metrics))
+    metrics = update(buffer, samples, metrics)
     fields = [item.tensors() for item in buffer.items]
-    return fields, metrics.reduced(ALONE), list(model.module.parameters()), model.n_forwards
+    weights = [weight for model in update.models for weight in model.module.parameters()]
+    return fields, metrics, weights, update.components.critic.n_forwards
 
 
 @pytest.mark.parametrize("options", [{}, {"max_epochs": 2}, {"value_pretrain_steps": 1}], ids=str)
@@ -427,14 +442,24 @@ def test_a_rollout_of_several_optimizer_steps_is_made_as_usual(scalar):
 
 
 def test_it_is_not_chosen_where_the_training_forward_would_differ():
-    assert OnePassCritic.is_exact(from_options(TrainPPOConfig, **ONE_PASS))
+    assert OnePassUpdate.is_exact(from_options(TrainPPOConfig, **ONE_PASS))
     for options in (
         {"overlong_filter": True},
         {"lora_rank": 2, "lora_dropout": 0.1},
     ):
-        assert not OnePassCritic.is_exact(from_options(TrainPPOConfig, **ONE_PASS, **options)), (
+        assert not OnePassUpdate.is_exact(from_options(TrainPPOConfig, **ONE_PASS, **options)), (
             options
         )
+
+
+def test_the_maker_leaves_values_to_the_update_and_trains_nothing(scalar):
+    update = update_of(True, from_options(TrainPPOConfig, **ONE_PASS), scalar, ALONE)
+    critic, maker = update.components.critic, update.components.maker
+    before = copy.deepcopy(critic.module.state_dict())
+    rows = maker.make(Rollout(list(map(make_sample, range(8))), Metrics()), Metrics())
+    torch.testing.assert_close(critic.module.state_dict(), before, rtol=0, atol=0)
+    assert (len(rows), critic.n_forwards) == (8, 0)
+    assert {"values", "advantages", "returns"}.isdisjoint(rows[0].tensors())
 
 
 def test_ranks_share_the_step_and_get_back_their_own_values(scalar):
@@ -442,9 +467,12 @@ def test_ranks_share_the_step_and_get_back_their_own_values(scalar):
     samples = list(map(make_sample, range(7)))
 
     def work(comm):
-        maker, *_ = maker_of(True, config, scalar, comm)
+        update = update_of(True, config, scalar, comm)
         share = Rollout(samples[:2] if comm.rank == 0 else samples[2:], Metrics())
-        return [item.values for item in maker.make(share, Metrics())]
+        buffer, metrics = ReplayBuffer(comm), Metrics()
+        buffer.fill(update.components.maker.make(share, metrics))
+        update(buffer, share, metrics)
+        return [item.values for item in buffer.items]
 
     values = [value for of_rank in on_ranks(2, work) for value in of_rank]
     critic = ScalarHeadModel(scalar, "critic")
