@@ -14,6 +14,7 @@ import pytest
 
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
+from openppo.config.fields import spelling
 from openppo.config.recipe_files import recipe_names
 from openppo.experience import ESTIMATORS
 from openppo.models import POLICY_LOSSES
@@ -125,15 +126,15 @@ def test_every_estimator_loss_and_option_of_an_algorithm_has_its_page() -> None:
     groups = [
         get_type_hints(TrainPPOConfig)[group] for group in ("shaping", "advantage", "kl", "loss")
     ]
-    options = [option.name for group in groups for option in dataclasses.fields(group)]
+    options = [spelling(option) for group in groups for option in dataclasses.fields(group)]
     options += [
-        "dynamic_sampling",
-        "value_pretrain_steps",
-        "freezing_actor_steps",
-        "ptx_coef",
-        "ema_beta",
+        "--dynamic_sampling",
+        "--value_pretrain_steps",
+        "--freezing_actor_steps",
+        "--ptx_coef",
+        "--ema_beta",
     ]
-    assert [option for option in options if f"--{option}" not in pages] == []
+    assert [option for option in options if option not in pages] == []
 
 
 def test_recipes_of_algorithms_run(run: Run, workshop: Path) -> None:

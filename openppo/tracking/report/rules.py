@@ -373,13 +373,13 @@ def malformed_calls(history: History, calls: float) -> str:
 
 @rule("agent/rerendered_turns", passes=lambda n, h: n > h.mean("agent/bridged_turns", FEW))
 def turns_rerendered(history: History, turns: float) -> str | None:
-    """More turns rendered anew than continue the recorded tokens, with history verbatim."""
+    """More turns rendered anew than continue the recorded tokens, with history: verbatim."""
     if history.option("history") == "template":
         return None
 
     return (
         f"{turns:.2g} turns per episode are rendered anew since step {{since}}: the agent changes earlier messages or "
-        "the template refuses the bridge, so that episodes fall apart. Append messages only; see history."
+        "the template refuses the bridge, so that episodes fall apart. Append messages only; see the option history."
     )
 
 

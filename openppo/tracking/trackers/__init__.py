@@ -87,7 +87,7 @@ def _subfolder(parent: Path, name: str, *, name_file: Path, resumes: bool) -> Pa
         if known.is_dir():
             return known
 
-    folder = parent / name.replace("/", "_")
+    folder = parent / name
     if folder.exists():
         folder = numbered(folder)
     folder.mkdir()

@@ -23,6 +23,6 @@ assert scores.tolist() == [2.0, 3.0], scores
 assert parse_options(TrainPPOConfig, WORDS[:-2]).shaping.length_reward == 0.0
 
 help_page = subprocess.run(
-    [sys.executable, "-m", "openppo.cli.train_ppo", "--help"], capture_output=True, text=True
+    [sys.executable, "-m", "openppo.cli.train_ppo", "--help", "all"], capture_output=True, text=True
 )
 assert "--length_reward" in help_page.stdout, help_page

@@ -23,7 +23,7 @@ TALK = [
 ]
 
 
-def rows_of(step: int, tokens: bool = False) -> list[dict[str, Any]]:
+def rows_of(step: int) -> list[dict[str, Any]]:
     """Rows whose labels, rewards and messages are of all types, the last of an agent."""
     samples = [
         dataclasses.replace(ONE, prompt=Prompt(f"{step}", [1], label=label, source="s"))
@@ -36,8 +36,7 @@ def rows_of(step: int, tokens: bool = False) -> list[dict[str, Any]]:
         dataclasses.replace(ONE, episode=Episode(TALK, Ending.TIMEOUT, n_turns=1, error="late"))
     )
     return [
-        {"sample": i} | rollout_row(sample, BYTES, {"a": 0.25}, tokens=tokens)
-        for i, sample in enumerate(samples)
+        {"sample": i} | rollout_row(sample, BYTES, {"a": 0.25}) for i, sample in enumerate(samples)
     ]
 
 
@@ -85,14 +84,13 @@ def test_another_run_in_the_folder_moves_the_first_aside(tmp_path: Path) -> None
     assert not (tmp_path / "rollouts.1" / "notes.txt").exists(), "what is not ours stays"
 
 
-@pytest.mark.parametrize("tokens", [False, True])
-def test_datasets_reads_splits_and_all_types_as_one_table(tmp_path: Path, tokens: bool) -> None:
+def test_datasets_reads_splits_and_all_types_as_one_table(tmp_path: Path) -> None:
     tracker = RolloutTracker(tmp_path / "rollouts", 0, 1.0)
     prepare_rollouts(tmp_path / "rollouts", None)
     for step in (1, 2, 3):
-        for row in rows_of(step, tokens):  # a file for each, of one type
+        for row in rows_of(step):  # a file for each, of one type
             tracker.log_rollouts(step, "train", [row])
-    tracker.log_rollouts(3, "eval", rows_of(3, tokens))
+    tracker.log_rollouts(3, "eval", rows_of(3))
     assert len(files_of(tmp_path / "rollouts")) == 22
     splits = load_dataset(str(tmp_path / "rollouts"), cache_dir=str(tmp_path / "cache"))
     assert {name: len(rows) for name, rows in splits.items()} == {"train": 21, "test": 7}
@@ -120,12 +118,11 @@ def test_datasets_reads_splits_and_all_types_as_one_table(tmp_path: Path, tokens
         TALK,
     )
     assert [row["greedy"] == "null" for row in first] == [False, *[True] * 6]
-    if tokens:
-        names = ("token_ids", "action_mask", "log_probs", "versions")
-        expected = {name: getattr(ONE.last, name) for name in names} | {"token_rewards": [0.0] * 3}
-        for row in whole:
-            [segment] = row["segments"]
-            assert {name: segment[name] for name in expected} == expected
+    names = ("token_ids", "action_mask", "log_probs", "versions")
+    expected = {name: getattr(ONE.last, name) for name in names} | {"token_rewards": [0.0] * 3}
+    for row in whole:
+        [segment] = row["segments"]
+        assert {name: segment[name] for name in expected} == expected
 
 
 def test_the_report_reads_a_dump_as_samples(

@@ -252,7 +252,7 @@ def test_runs_that_share_a_tensorboard_folder_show_each_step_once(tmp_path):
     } == {
         "ppo": [(1, 1.0), (2, 1.0), (3, 3.0), (4, 3.0), (5, 3.0)],
         "ppo.1": [(1, 1.0), (2, 2.0)],
-        "team_first": [(1, 1.0)],
+        "first": [(1, 1.0)],
     }
 
 

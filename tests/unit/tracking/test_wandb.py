@@ -167,5 +167,8 @@ def test_secrets_of_the_command_line_are_in_no_file(
 
 def test_without_a_key_an_online_run_is_refused_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
+    import wandb
+
+    wandb.teardown()  # which has read the variables of earlier tests
     with pytest.raises(ValueError, match="^--use_wandb cannot start a run .*WANDB_MODE=offline"):
         tracker_in(tmp_path)

@@ -18,7 +18,7 @@ from openppo.types import SingleProcess
 PPO = {"pretrain": "owner/Model-1B", "reward_fn": "reward.py"}
 
 
-def test_the_command_gives_the_same_options_again():
+def test_the_command_gives_the_same_options_again(tmp_path):
     config = from_options(
         TrainPPOConfig,
         **PPO,
@@ -30,8 +30,12 @@ def test_the_command_gives_the_same_options_again():
         adam_betas=(0.9, 0.99),
         lora_rank=4,
     )
-    program, command, *words = shlex.split(command_line("train_ppo", config))
-    assert (program, command) == ("openppo", "train_ppo")
+    line, _, lines = command_line("train_ppo", config).partition("  # with ")
+    program, command, *words, flag, file = shlex.split(line)
+    assert (program, command, flag, file) == ("openppo", "train_ppo", "--config", "FILE.yaml")
+    assert lines == "self_check: false"
+    (tmp_path / "options.yaml").write_text(lines)
+    words += ["--config", str(tmp_path / "options.yaml")]
     assert parse_options(TrainPPOConfig, words) == config
 
 

@@ -370,7 +370,7 @@ def test_what_the_model_reads_before_its_first_turn_is_logged_once() -> None:
     )
     unread = dataclasses.replace(sample, episode=dataclasses.replace(played, n_turns=0))
     assert "rendered_prompt" not in sample_row(unread, BYTES, weights={})
-    dumped = [rollout_row(each, BYTES, {}, tokens=False) for each in (sample, plain)]
+    dumped = [rollout_row(each, BYTES, {}) for each in (sample, plain)]
     assert [each["rendered_prompt"] for each in dumped] == [read, ""]
 
 
@@ -589,7 +589,7 @@ def test_a_row_tells_versions_and_rewards_of_each_segment() -> None:
 
 
 def test_a_dump_has_numbers_and_lists_of_each_segment() -> None:
-    row = rollout_row(TWO_SEGMENTS, BYTES, {"a": 0.5}, tokens=True)
+    row = rollout_row(TWO_SEGMENTS, BYTES, {"a": 0.5})
     first, last = TWO_SEGMENTS.segments
     summaries = [
         {
@@ -614,16 +614,15 @@ def test_a_dump_has_numbers_and_lists_of_each_segment() -> None:
         summary | {name: getattr(segment, name) for name in lists}
         for summary, segment in zip(summaries, (first, last), strict=True)
     ]
-    assert rollout_row(TWO_SEGMENTS, BYTES, {}, tokens=False)["segments"] == summaries
     logged = sample_row(TWO_SEGMENTS, BYTES, weights={"a": 0.5})
     assert json.loads(row["greedy"]) == logged["greedy"]
     assert (row["reward"], row["rewards"]) == (logged["reward"], '{"a": 2.0}')
 
-    bare = rollout_row(BARE, BYTES, None, tokens=True)
+    bare = rollout_row(BARE, BYTES, None)
     assert [segment["token_rewards"] for segment in bare["segments"]] == [[0.0] * 5, [0.0] * 7]
     assert (bare["reward"], bare["rewards"], bare["greedy"]) == (None, "{}", "null")
     failed = with_last(ONE, action_mask=[False] * 3)
-    [segment] = rollout_row(failed, BYTES, {}, tokens=False)["segments"]
+    [segment] = rollout_row(failed, BYTES, {})["segments"]
     counts = [segment[name] for name in ("n_actions", "oldest_version", "newest_version")]
     assert counts == [0, -1, -1]
 
@@ -639,12 +638,11 @@ def types_of(value: Any) -> Any:
     return of_entries[:1]
 
 
-@pytest.mark.parametrize("tokens", [False, True])
-def test_columns_of_a_dump_have_the_same_types_in_any_run(tokens: bool) -> None:
+def test_columns_of_a_dump_have_the_same_types_in_any_run() -> None:
     played = Episode([{"role": "user", "content": "look"}], Ending.COMPLETED, n_turns=2)
     extras = {"extras": {"n": 1.0}, "notes": {"pred": "é"}}
     rows = [
-        rollout_row(sample, BYTES, weights, tokens=tokens)
+        rollout_row(sample, BYTES, weights)
         for sample, weights in (
             (TWO_SEGMENTS, {"a": 0.5}),
             (dataclasses.replace(TWO_SEGMENTS, greedy=None, **extras), {}),
@@ -657,4 +655,3 @@ def test_columns_of_a_dump_have_the_same_types_in_any_run(tokens: bool) -> None:
     types = [types_of(row) for row in rows]
     assert [each.pop("reward") for each in types] == [float] * 4 + [type(None)] * 2
     assert all(each == types[0] for each in types)
-    assert ("token_rewards" in types[0]["segments"][0]) == tokens
