@@ -1,13 +1,11 @@
 """Position and state of a rank, and the one-page report of a run that cannot continue."""
 
 import errno
-import faulthandler
 import os
 import re
 import socket
-import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,11 +24,6 @@ _OUT_OF_MEMORY = re.compile(
     "DefaultCPUAllocator|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDA error: out of memory|"
     # NCCL allocates its own buffers:
     "Cuda failure (2 )?'out of memory'"
-)
-_WAITS = re.compile(
-    r'torch/distributed/distributed_c10d\.py"|deepspeed/runtime/zero/.* in wait$|torch/cuda/.* in synchronize$'
-    r'|openppo/strategy/weights\.py", line \d+ in _broadcast$',
-    re.M,
 )
 _EXIT_CODES = (
     "the exit code in the launcher's summary below. -9: killed, usually by the kernel's OOM killer (check dmesg); "
@@ -87,13 +80,22 @@ class Heartbeat:
             return True
 
     def waits_for(self, other: "Heartbeat") -> bool:
-        """True if ``other`` still loads or, on the same side, has started fewer collectives.
+        """True if ``other`` has yet to start a collective, a transfer of weights or its work.
 
-        The stack does not show this: on a GPU a rank waits where it reads a result, outside any frame of a collective.
+        Stacks do not show this: on a GPU a rank waits where it reads a result, outside any frame of a collective.
         """
-        still_loads = other.phase == "loading" and self.phase != "loading"
-        is_behind = self.samples == other.samples and other.collectives < self.collectives
-        return not other.done and (still_loads or is_behind)
+        if other.done:
+            return False
+        if other.phase == "loading" and self.phase != "loading":
+            return True
+        if self.samples == other.samples:
+            return other.collectives < self.collectives
+        if self.phase != "sync":
+            return False
+        # Samplers get the weights from trainers, which wait for samplers that are still in an earlier step.
+        if self.samples:
+            return other.phase == "sync"
+        return other.phase != "sync" and other.step <= self.step
 
     def __str__(self) -> str:
         host = "" if self.host == socket.gethostname() else f" on {self.host}"
@@ -109,12 +111,16 @@ class Fault:
     where: Sequence[Heartbeat]
     look_at: str = ""
     details: str = ""
-    """Traceback, or the stacks of all threads."""
+    """Traceback."""
     memory: Sequence[tuple[str, str]] = ()
     """Further rows of the report: label and line."""
 
-    def render(self, others: Sequence[Heartbeat], resume: str) -> str:
-        """Return the page. ``others`` are the healthy ranks; ``resume`` tells how to continue after a failure."""
+    def render(self, beats: Iterable[Heartbeat], resume: str) -> str:
+        """Return the page. ``beats`` are of all ranks; ``resume`` tells how to continue after a failure."""
+        failed = {beat.rank for beat in self.where}
+        others = [beat for beat in beats if beat.rank not in failed]
+        others.sort(key=lambda beat: beat.rank)
+
         rows = [("fault", self.message)]
         rows += [("where", str(beat)) for beat in self.where]
         rows += self.memory
@@ -191,29 +197,8 @@ def lost(reasons: Mapping[int, str], beats: Mapping[int, Heartbeat]) -> Fault:
 def stalled(where: Heartbeat) -> Fault:
     """Return the fault for this rank without progress."""
     message = f"{where.name} made no progress for {where.idle:.0f} s (--stall_timeout)"
-    return Fault(
-        message,
-        [where],
-        "the stacks above. If the work is only slow, raise --stall_timeout",
-        details=_stacks(),
-    )
-
-
-def _stacks() -> str:
-    """Return the stacks of the other threads.
-
-    They are read in C, since CPython 3.11 may crash when Python code walks the frames of running threads.
-    """
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        threads = file.read().decode(errors="replace").split("\n\n")
-    return "\n\n".join(thread for thread in threads if not thread.startswith("Current"))
-
-
-def waits_for_other_ranks() -> bool:
-    """True if a thread of this process is inside a collective, or waits for its GPU."""
-    return _WAITS.search(_stacks()) is not None
+    look_at = "the stacks above. If the work is only slow, raise --stall_timeout"
+    return Fault(message, [where], look_at)
 
 
 def collectives_started() -> int:

@@ -3,7 +3,6 @@
 import os
 import select
 import signal
-import threading
 from typing import Any
 
 import torch
@@ -80,19 +79,13 @@ def uninstall() -> None:
     _pipe = ()
 
 
-_forking = threading.local()
-
-
 def _hold_signals() -> None:
-    """Block signals before a fork, until handlers and pipe belong to the parent alone.
-
-    Without this, a signal to the child would reach the run through the shared pipe.
-    """
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    """Block signals before a fork: until ``uninstall`` one to the child would reach the run through the pipe."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
 def _release_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def _leave_to_parent() -> None:

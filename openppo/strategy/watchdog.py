@@ -27,8 +27,6 @@ _INTERVAL = 0.5
 """Seconds between two heartbeats."""
 _LINGER = 3 * _INTERVAL
 """Seconds until all ranks know the exit status; after that the store may close."""
-_SECONDS_FOR_RANK_0 = 10.0
-"""Seconds for rank 0 to find the same user mistake and report it for all ranks."""
 _SECONDS_TO_END = 10.0
 """Seconds for a rank to report and exit; afterwards the timer ends it."""
 _SIGNALLED = 128
@@ -80,14 +78,9 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._is_failure(error):
-            if self._n_ranks > 1 and fault_report.is_broken_connection(error):
-                # Meanwhile the watchdogs find the rank that broke the connection, report it, and end this process.
-                time.sleep(self._limits.heartbeat_timeout + _LINGER)
-            heartbeat = self._heartbeat()
-            self._report(
-                fault_report.raised(error, heartbeat, self._options, explain=self._explain_memory)
-            )
+        is_exit = isinstance(error, SystemExit) and (self._n_ranks == 1 or not error.code)
+        if error is not None and not is_exit:
+            self._fail(error)
 
         self._ending.set()
         signals.wake()
@@ -108,11 +101,12 @@ class Watchdog:
         """End the work at the first signal, as before ``save_on_signal``."""
         self._saves_on_signal = False
 
-    def _is_failure(self, error: BaseException) -> bool:
-        """True unless ``error`` is a regular exit, by a lone process or with status 0."""
-        if isinstance(error, SystemExit):
-            return self._n_ranks > 1 and bool(error.code)
-        return True
+    def _fail(self, error: BaseException) -> NoReturn:
+        if self._n_ranks > 1 and fault_report.is_broken_connection(error):
+            # Meanwhile the watchdogs find the rank that broke the connection, report it, and end this process.
+            time.sleep(self._limits.heartbeat_timeout + _LINGER)
+        where = self._heartbeat()
+        self._report(fault_report.raised(error, where, self._options, explain=self._explain_memory))
 
     def _announce_end(self) -> None:
         """Tell the other ranks that this one has finished; a rank that hosts the store waits for them."""
@@ -130,18 +124,10 @@ class Watchdog:
             record_cause(message)
             _write(f"error: {message}\n")
             sys.exit(2)
-
-        place = ""
-        if self._rank > 0:
-            time.sleep(_SECONDS_FOR_RANK_0)
-            place = f" on rank {self._rank}"
-        self._end(f"error{place}: {message}\n", 2, cause=message)
+        self._end(f"error: {message}\n", 2, cause=message)
 
     def _set_timer(self) -> None:
-        """Arm a C timer that ends the process when no check succeeds.
-
-        A thread holds the GIL, for example, or the store is silent.
-        """
+        """Arm a C timer, which ends the process when the GIL is held or the store is silent."""
         faulthandler.dump_traceback_later(0.9 * self._limits.heartbeat_timeout, exit=True, file=2)
 
     def _run(self) -> None:
@@ -169,9 +155,8 @@ class Watchdog:
         store.exchange(heartbeat)
 
         if store.status is not None:
-            if store.status < _SIGNALLED:
-                # Exit after the rank that reported: torchrun names the first rank that exits.
-                time.sleep(2 * _LINGER)
+            # Exit after the rank that reported: torchrun names the first rank that exits.
+            time.sleep(2 * _LINGER)
             self._exit(store.status)
 
         if store.lost:
@@ -189,7 +174,7 @@ class Watchdog:
             message = f"{owner}, which hosts the store of the ranks, is gone or out of reach ({store.error})"
             self._report(Fault(message, [heartbeat], "what ended it, on its host"))
         if self._is_stalled(heartbeat):
-            self._report(fault_report.stalled(heartbeat))
+            self._report(fault_report.stalled(heartbeat), with_stacks=True)
 
     def _heartbeat(self, done: bool = False) -> Heartbeat:
         return Heartbeat(
@@ -205,21 +190,13 @@ class Watchdog:
         )
 
     def _is_stalled(self, heartbeat: Heartbeat) -> bool:
-        """True if this rank has stopped, and is not waiting for a rank that may still make progress."""
-        if self._limits.stall_timeout <= 0 or heartbeat.idle <= self._stall_limit(heartbeat):
-            return False
-
-        others = self._store.beats.values()
-        is_deadlock = all(beat.idle > self._stall_limit(beat) + _SECONDS_TO_END for beat in others)
-        if is_deadlock:
-            return True
-        waits_for_others = any(heartbeat.waits_for(beat) for beat in others)
-        return not (waits_for_others or fault_report.waits_for_other_ranks())
-
-    def _stall_limit(self, beat: Heartbeat) -> float:
-        """Return the seconds that a rank may be without progress: large models take long to load."""
+        """True if this rank makes no progress, and waits for no other rank."""
         limit = self._limits.stall_timeout
-        return max(limit, RunConfig.stall_timeout) if beat.phase == "loading" else limit
+        if limit > 0 and heartbeat.phase == "loading":
+            limit = max(limit, RunConfig.stall_timeout)  # large models take long to load
+        if not 0 < limit < heartbeat.idle:
+            return False
+        return not any(heartbeat.waits_for(beat) for beat in self._store.beats.values())
 
     def _handle(self, name: str) -> None:
         """Handle a signal to this process; the heartbeat passes it on to the other ranks."""
@@ -237,14 +214,12 @@ class Watchdog:
             ending = f"{name}: {reaction} in phase {self._where.phase}"
             self._end(f"{ending}\n", _SIGNALLED + signal.Signals[name], cause=ending)
 
-    def _report(self, fault: Fault) -> NoReturn:
-        failed = {beat.rank for beat in fault.where}
+    def _report(self, fault: Fault, with_stacks: bool = False) -> NoReturn:
         beats = [*self._store.beats.values(), self._heartbeat()]
-        healthy = [beat for beat in beats if beat.rank not in failed]
-        healthy.sort(key=lambda beat: beat.rank)
-        self._end(fault.render(healthy, self._how_to_resume()), 1, cause=fault.message)
+        text = fault.render(beats, self._how_to_resume())
+        self._end(text, 1, cause=fault.message, with_stacks=with_stacks)
 
-    def _end(self, text: str, status: int, cause: str) -> NoReturn:
+    def _end(self, text: str, status: int, cause: str, with_stacks: bool = False) -> NoReturn:
         """Report, unless another rank does, and end the run; torchrun's summary repeats the ``cause``."""
         self._ending.set()
         # The timer ends the process if stderr or stdout is blocked, for example.
@@ -253,6 +228,8 @@ class Watchdog:
         claimed = self._store.claim("report")
         if claimed:
             record_cause(cause)
+            if with_stacks:
+                faulthandler.dump_traceback(2)
             _write(text)
             self._store.end_all(status)
 

@@ -20,8 +20,6 @@ class CurrentPhase:
         self.step = 0
         # When a phase last began or ended, or a progress bar was updated.
         self.last_progress = time.monotonic()
-        # Called at each progress, on the training thread.
-        self.on_progress: Callable[[], None] | None = None
         # Seconds by role, and by phase without a timer, that no line of metrics has reported yet.
         self.seconds: dict[str, float] = {}
         # Name, and CUDA events at begin and end, of times that are not in ``seconds`` yet.
@@ -48,10 +46,8 @@ class CurrentPhase:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def progress(self) -> None:
-        """Record the time of this progress, and call ``on_progress``."""
+        """Record the time of this progress."""
         self.last_progress = time.monotonic()
-        if self.on_progress is not None:
-            self.on_progress()
 
     def begin_step(self, number: int) -> None:
         """Make ``number`` the global step under way."""
@@ -73,15 +69,6 @@ class CurrentPhase:
         # After any other exception the name stays: the report names the phase that raised it.
         self.phase = outer
         self.progress()
-
-    @contextmanager
-    def watched(self, on_progress: Callable[[], None]) -> Iterator[None]:
-        """Call ``on_progress`` at each progress inside the ``with`` block."""
-        self.on_progress = on_progress
-        try:
-            yield
-        finally:
-            self.on_progress = None
 
 
 current = CurrentPhase()

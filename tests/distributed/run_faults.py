@@ -89,16 +89,19 @@ def main() -> None:
     ]  # of the deepspeed launcher
     fault, rank, phase, step, command, *arguments = words
 
+    progress = current.progress
+
     def meet() -> None:
+        progress()
         if (current.phase, str(current.step)) == (phase, step):
-            current.on_progress = None
+            current.progress = progress
             time.sleep(SECONDS_UNTIL_THE_OTHERS_KNOW)
             print(f"fault at {time.time()}", flush=True)
             FAULTS[fault]()
 
     meets = fault == "lag" or os.environ.get("RANK", "0") == rank
     if meets and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        current.on_progress = meet
+        current.progress = meet
     sys.argv = [command, *arguments]
     import_module(f"openppo.cli.{command}").main()
 

@@ -311,6 +311,7 @@ def options(tiny: Path, folder: Path, more: str) -> list[str]:
 
 
 SLOW, SILENT = pytest.mark.slow, "--heartbeat_timeout 12"
+STALLS = "--stall_timeout 15"
 FAULTS = [
     ("kill", 2, "generation", 2, "rollout rank 2 is gone: its process has ended", ""),
     ("kill", 0, "training", 2, "rank 0 is gone: its process has ended", ""),
@@ -321,6 +322,8 @@ FAULTS = [
     ),
     ("stop", 2, "generation", 1, "rollout rank 2 is gone: no heartbeat", SILENT),
     pytest.param("stop", 0, "training", 1, "rank 0 is gone: no heartbeat", SILENT, marks=SLOW),
+    ("sleep", 2, "generation", 2, "rollout rank 2 made no progress", STALLS),
+    pytest.param("sleep", 1, "sync", 1, "rank 1 made no progress", STALLS, marks=SLOW),
 ]
 
 

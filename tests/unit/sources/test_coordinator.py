@@ -250,7 +250,7 @@ def test_a_long_temporary_folder_is_an_error_that_names_it(tmp_path, monkeypatch
 
 def test_waiting_for_workers_is_no_progress(waiting, monkeypatch):
     seen = Mock()
-    monkeypatch.setattr(current, "on_progress", seen)
+    monkeypatch.setattr(current, "progress", seen)
     waiting.want_batch(2)
     stop = Mock(requested=Mock(side_effect=[False, False, True]))
     assert waiting.wait_for_batch(stop) is None

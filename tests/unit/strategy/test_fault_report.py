@@ -102,3 +102,14 @@ def test_a_rank_that_trains_waits_for_one_that_still_loads():
     loading = replace(WHERE, phase="loading", samples=True)
     assert WHERE.waits_for(loading)
     assert not loading.waits_for(replace(loading, rank=1))
+
+
+def test_a_transfer_of_weights_waits_for_samplers_that_sample_and_for_trainers():
+    trains, samples = (replace(WHERE, phase="sync", samples=samples) for samples in (False, True))
+    late = replace(samples, phase="generation")
+    assert trains.waits_for(late)
+    assert not late.waits_for(trains)
+    assert samples.waits_for(trains)
+    assert not trains.waits_for(samples)
+    assert not trains.waits_for(replace(late, step=trains.step + 1)), "it has the weights"
+    assert not samples.waits_for(replace(trains, phase="training")), "they have sent them"

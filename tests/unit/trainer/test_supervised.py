@@ -196,7 +196,7 @@ def test_only_training_rows_are_mixed_and_each_row_is_progress(tmp_path, monkeyp
         rows = [{"text": f"{name}{i}"} for i in range(n)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     sources, seen = f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", []
-    monkeypatch.setattr(current, "on_progress", lambda: seen.append(None))
+    monkeypatch.setattr(current, "progress", lambda: seen.append(None))
 
     def texts(rows, show):
         return [row.row["text"] for row in show(rows)]
