@@ -5,7 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from openppo.build.memory.estimate import Estimate, Machine, estimate_supervised
+from openppo.build.memory.estimate import Estimate, estimate_supervised
+from openppo.build.memory.machine import Machine
+from openppo.build.memory.passes import Batch
 from openppo.build.memory.shortage import explain_shortage
 from openppo.build.memory.sizing import log_memory
 from openppo.build.summary import log_supervised_start
@@ -133,12 +135,11 @@ def _estimate(
     patches = 0
     if data.vision.kinds:
         patches = max(n_patches(example.media, data.model_config) for example in examples)
-    return estimate_supervised(
-        config,
-        longest=max(data.longest, packed),
+    largest = Batch(
         rows=max(len(trainer_class.rows_of(example)) for example in examples),
+        length=max(data.longest, packed),
         scored=max(packed, *map(trainer_class.n_scored, examples)),
         patches=patches,
-        sizes=sizes,
-        machine=machine,
     )
+    (size,) = sizes.values()
+    return estimate_supervised(config, largest, size, machine=machine)

@@ -122,9 +122,9 @@ def _groups(config_type: type[Options]) -> dict[type[Options], list[str]]:
     """Return names of options by the class that has them, the most important groups first."""
     hints = typing.get_type_hints(config_type)
     groups = {name: hint for name, hint in hints.items() if is_group(hint)}
-    own = [option.name for option in dataclasses.fields(config_type) if option.name not in groups]
+    single = [field.name for field in dataclasses.fields(config_type) if field.name not in groups]
 
-    ordered: dict[type[Options], list[str]] = {config_type: own} if own else {}
+    ordered: dict[type[Options], list[str]] = {config_type: single} if single else {}
     for name in [*filter(groups.__contains__, _FIRST), *groups]:
         names = declared_options(groups[name])
         ordered[groups[name]] = sorted(names, key=lambda name: name not in _INPUTS)

@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_GENERATION = ("generation", "evaluation")
+_SAMPLING = ("generation", "evaluation")
+_FORWARDS = ("scoring", "experience")
 _TRAINING = ("training", "step")  # the phase "step" belongs to supervised training
-_PHASES = ("loading", *_GENERATION, "scoring", "experience", *_TRAINING)
+_PHASES = ("loading", *_SAMPLING, *_FORWARDS, *_TRAINING)
 
 REMEDIES = {
-    "--max_num_seqs": _GENERATION,
-    "--vllm_gpu_memory_utilization": _GENERATION,
+    "--max_num_seqs": _SAMPLING,
+    "--vllm_gpu_memory_utilization": _SAMPLING,
     "--micro_rollout_tokens": ("experience",),
-    "--micro_rollout_batch_size": ("scoring", "experience"),
-    "--micro_batch_size": (*_GENERATION, "scoring"),
+    "--micro_rollout_batch_size": _FORWARDS,
+    "--micro_batch_size": (*_SAMPLING, "scoring"),
     "--micro_train_tokens": _TRAINING,
     "--micro_train_batch_size": _TRAINING,
     "--gradient_checkpointing": _TRAINING,
     "--zero_stage 2": _TRAINING,
     "--zero_stage 3": _PHASES,
     "--adam_offload": _PHASES,
-    "--offload_idle": ("generation", "scoring", "experience"),
-    "--generate_max_len": (*_GENERATION, "scoring", "experience", "training"),
-    "--prompt_max_len": (*_GENERATION, "scoring", "experience", "training"),
+    "--offload_idle": ("generation", *_FORWARDS),
+    "--generate_max_len": (*_SAMPLING, *_FORWARDS, "training"),
+    "--prompt_max_len": (*_SAMPLING, *_FORWARDS, "training"),
     "--max_len": _TRAINING,
     "--bf16": _PHASES,
     "--lora_rank 16": _PHASES,

@@ -104,7 +104,7 @@ class RewardConfig(Options):
         return self.reward_fn == NONE
 
     def verifiers(self) -> dict[Verifier, str]:
-        """Return the built-in rewards by name, with what follows the colon: a pattern or number, else nothing."""
+        """Return the built-in rewards by name, with pattern or number, else an empty text."""
         parts = [verifier.partition(":") for verifier in self.verifiable_reward]
         return {cast(Verifier, name): argument for name, _, argument in parts}
 

@@ -45,9 +45,8 @@ class StepProfiler:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or stderr gets a line at start and stop
         self._is_recording = True
         try:
-            with (
-                torch.profiler.profile() as profile
-            ):  # of the CPU, and of CUDA where there is a GPU
+            # Of the CPU, and of CUDA where there is a GPU.
+            with torch.profiler.profile() as profile:
                 yield
         finally:
             self._is_recording = False

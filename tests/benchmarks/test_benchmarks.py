@@ -150,3 +150,11 @@ def test_estimated_memory_is_within_20_percent_of_measured(case: str, launcher: 
     )
     for estimated, measured in others:
         assert estimated == pytest.approx(measured, rel=0.2), row
+
+
+@pytest.mark.parametrize("name", ["PPO, as it is", "GRPO, 7B LoRA", "ZeRO-3", "LoRA"])
+def test_peaks_measured_on_a_gpu_are_within_a_tenth_above_the_estimate(name: str) -> None:
+    script = runpy.run_path(str(BENCHMARKS / "memory_gpu.py"))
+    phases = script["estimated"](*script["RUNS"][name])
+    for phase, peak in script["measured"]()[name].items():
+        assert 0.85 < peak * 2**30 / phases[phase] < 1.1, phase

@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 
 from openppo import logger
 from openppo.build.memory.budgets import machine_memory, token_budgets, with_token_budgets
-from openppo.build.memory.estimate import Estimate, Machine
+from openppo.build.memory.estimate import Estimate
+from openppo.build.memory.machine import Machine
 from openppo.build.memory.ppo_estimate import Lengths, estimate_ppo
 from openppo.build.roles import critic_start
 from openppo.config import TrainPPOConfig, flat_dict

@@ -24,7 +24,7 @@ config = from_options(
     reward_fn="reward.py",
     advantage_estimator="rloo",
     n_samples_per_prompt=2,
-    dynamic_sampling=True,
+    dynamic_sampling=10,
     dynamic_sampling_range=(0.2, 0.6),
 )
 prompts = [Prompt(str(group), token_ids=[5, 6]) for group in range(len(MEANS))]

@@ -1,6 +1,7 @@
 """The memory estimate, against hand-computed numbers, DeepSpeed's own formulas and tensors that real models save."""
 
 import os
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,16 +25,13 @@ from openppo.build.memory.budgets import (
     token_budgets,
     with_token_budgets,
 )
-from openppo.build.memory.estimate import (
-    Estimate,
-    Machine,
-    estimate_supervised,
-    model_memory,
-    pass_bytes,
-)
+from openppo.build.memory.estimate import Estimate, estimate_supervised
+from openppo.build.memory.machine import Machine
+from openppo.build.memory.passes import Batch, Model
 from openppo.build.memory.ppo_estimate import Lengths, estimate_ppo
 from openppo.build.memory.shortage import compare
 from openppo.build.memory.sizing import log_memory
+from openppo.build.memory.states import model_memory
 from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, TrainSFTConfig, from_options
 from openppo.config.resolved import Resolved
 from openppo.models import Actor
@@ -190,14 +188,8 @@ def test_what_a_forward_saves_is_within_a_quarter(
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved
     }
     found = sum(n_bytes for address, n_bytes in storages.items() if address not in parameters)
-    counted = pass_bytes(
-        model_size(config),
-        machine(on_cpu=True, bf16=dtype is torch.bfloat16),
-        rows,
-        length,
-        length - prompt,
-        saving=3,
-    )
+    here = machine(on_cpu=True, bf16=dtype is torch.bfloat16)
+    counted = Model(model_size(config), here).backward(Batch(rows, length, length - prompt)).total()
     logits = rows * (length - prompt) * 64
     assert counted - dtype.itemsize * logits - 8 * logits == pytest.approx(found, rel=0.25)
 
@@ -227,32 +219,31 @@ def test_the_tower_and_what_it_keeps_are_counted(frozen: bool) -> None:
     found = sum(n_bytes for address, n_bytes in storages.items() if address not in parameters)
     patches = n_patches([item], model.config)
     assert patches == 4
-    counted = pass_bytes(size, machine(on_cpu=True), 3, ids.shape[1], 0, saving=2, patches=patches)
+    batch = Batch(3, ids.shape[1], 0, patches)
+    counted = Model(size, machine(on_cpu=True)).backward(batch).total()
     assert counted == pytest.approx(found, rel=0.3)
 
 
 def test_a_pass_by_hand() -> None:
-    bf16 = machine(bf16=True)
+    bf16 = Model(SIZE, machine(bf16=True))
+    checkpointing = Model(SIZE, machine(bf16=True, gradient_checkpointing=True))
+    batch = Batch(2, 50, 10)
     layer, hidden, logits = 2 * 2_000 * 100, 2 * 100 * 100, 2 * 10 * 1_000  # bytes, bytes, elements
-    assert (
-        pass_bytes(SIZE, bf16, 2, 50, 10, saving=4)
-        == 4 * layer + 2 * hidden + (4 + 2 + 4 + 4) * logits
-    )
-    assert (
-        pass_bytes(SIZE, bf16, 2, 50, 10, saving=1)
-        == layer + (4 + 2) * hidden + (4 + 2 + 4 + 4) * logits
-    )
-    assert pass_bytes(SIZE, bf16, 2, 50, 10) == 2 * hidden + max((4 + 4 + 4) * logits, layer // 2)
+    assert bf16.backward(batch).total() == 4 * layer + 2 * hidden + (4 + 2 + 4 + 4) * logits
+    assert checkpointing.backward(batch) == {
+        "activations": layer + (4 + 2) * hidden,
+        "logits": (4 + 2 + 4 + 4) * logits,
+    }
+    assert bf16.forward(batch).total() == 2 * hidden + max((4 + 4 + 4) * logits, layer // 2)
     gpu, cpu = (
-        pass_bytes(SIZE, machine(on_cpu=on_cpu), 64, 1000, 1000) for on_cpu in (False, True)
+        Model(SIZE, machine(on_cpu=on_cpu)).forward(Batch(64, 1000, 1000)).total()
+        for on_cpu in (False, True)
     )
     assert gpu - cpu == 8 * ((1 << 24) - (1 << 20)), "chunks of float32 logits are bounded"
-    once, twice = (pass_bytes(SIZE, bf16, 200, 1000, scored) for scored in (1000, 2000))
+    once, twice = (bf16.forward(Batch(200, 1000, scored)) for scored in (1000, 2000))
     assert once == twice, "logits are not whole"
-    whole = [
-        pass_bytes(SIZE._replace(whole_logits=True), bf16, 200, 1000, scored)
-        for scored in (1000, 2000)
-    ]
+    returns_whole = Model(SIZE._replace(whole_logits=True), machine(bf16=True))
+    whole = [returns_whole.forward(Batch(200, 1000, scored)).total() for scored in (1000, 2000)]
     assert whole[1] - whole[0] == 2 * 200 * 1000 * 1000
 
 
@@ -356,6 +347,10 @@ def test_verdict_and_tables_name_phase_and_device() -> None:
         assert f"the highest, {estimate.largest}, {verdict} of device memory" in table
         assert all(name in table for name in (*SIZES, *estimate.phases, "host"))
         assert "checkpoint on disk    22 MiB" in table
+        parts = dict(re.findall(r"([a-z ]+) (\d+) MiB", table.splitlines()[-2]))
+        assert {"weights", "optimizer", "workspaces"} <= {name.strip() for name in parts}
+        total = estimate.phases[estimate.largest] / 2**20
+        assert sum(map(int, parts.values())) == pytest.approx(total, abs=len(parts))
 
 
 def test_a_shortage_sets_what_is_measured_beside_the_estimate() -> None:
@@ -399,7 +394,7 @@ def test_stage_1_is_suggested_where_it_fits_on_several_gpus(
     strategy: Any = SimpleNamespace(device=torch.device("cpu"), is_main=False, close=lambda: None)
 
     def estimate(_: dict[str, ModelSize], machine: Machine) -> Estimate:
-        return estimate_supervised(config, 512, 1, 512, 0, {"model": SIZE}, machine)
+        return estimate_supervised(config, Batch(1, 512, 512), SIZE, machine)
 
     with caplog.at_level("INFO"), pytest.raises(SystemExit):
         log_memory(estimate, {}, config, strategy)
@@ -409,7 +404,7 @@ def test_stage_1_is_suggested_where_it_fits_on_several_gpus(
 def test_pairs_of_supervised_training_are_two_rows() -> None:
     config = from_options(TrainSFTConfig, pretrain="p", dataset="d", max_len=512)
     one, two = (
-        estimate_supervised(config, 512, rows, 512, 0, {"model": SIZE}, Machine(config.deepspeed))
+        estimate_supervised(config, Batch(rows, 512, 512), SIZE, Machine(config.deepspeed))
         for rows in (1, 2)
     )
     assert list(one.phases) == ["loading", "training"]
@@ -503,11 +498,7 @@ def test_a_chosen_budget_is_within_nine_tenths_and_twice_is_not() -> None:
     assert estimate.phases["training"] <= room < twice.phases["training"]
 
 
-def test_graphs_hold_logits_of_each_shape() -> None:
-    """Rows and halves of them, for each 256 columns; and CUDA and NCCL hold memory that torch does not count."""
-    launched, recorded = (ppo(max_num_seqs=8, cuda_graphs=on) for on in ("off", "on"))
-    assert recorded.phases["generation"] - launched.phases["generation"] == 2 * 8 * 1_000 * 4 * 1
-    assert recorded.phases["training"] == launched.phases["training"]
+def test_cuda_and_nccl_hold_memory_that_torch_does_not_count() -> None:
     on_cpu, one, two = (
         Machine(DeepSpeedConfig(), n, cpu, 8 * GIB)
         for n, cpu in ((2, True), (1, False), (2, False))
