@@ -162,9 +162,9 @@ class RewardShapingConfig(Options):
     normalize_reward: Literal["off", "model", "running", "group"] = option(
         "off", measures=True, alone="model"
     )
-    """Subtract the mean of the scores and divide by their std: those that the reward model stores (model, or the option
-    alone), those of all scores of the run so far (running), or those of the responses to the same prompt (group).
-    running and group are of whole rewards, steps included."""
+    """Subtract the mean of the scores and divide by their std.
+    Mean and std are stored by the reward model (model, or the option alone), of all scores of the run so far (running),
+    or of the responses to the same prompt (group); the last two are of whole rewards, steps included."""
     reward_clip_range: tuple[float, float] = option((-10.0, 10.0), may_be_infinite=True)
     """Scores are clipped to this range before they enter the token rewards; -inf inf clips none."""
     missing_eos_penalty: float | None = option(None, not_negative, ": it is subtracted")

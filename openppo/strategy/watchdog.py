@@ -27,6 +27,8 @@ _INTERVAL = 0.5
 """Seconds between two heartbeats."""
 _LINGER = 3 * _INTERVAL
 """Seconds until all ranks know the exit status; after that the store may close."""
+_SECONDS_FOR_RANK_0 = 10.0
+"""Seconds for rank 0 to find the same user mistake and report it for all ranks."""
 _SECONDS_TO_END = 10.0
 """Seconds for a rank to report and exit; afterwards the timer ends it."""
 _SIGNALLED = 128
@@ -124,7 +126,11 @@ class Watchdog:
             record_cause(message)
             _write(f"error: {message}\n")
             sys.exit(2)
-        self._end(f"error: {message}\n", 2, cause=message)
+        place = ""
+        if self._rank > 0:
+            time.sleep(_SECONDS_FOR_RANK_0)
+            place = f" on rank {self._rank}"
+        self._end(f"error{place}: {message}\n", 2, cause=message)
 
     def _set_timer(self) -> None:
         """Arm a C timer, which ends the process when the GIL is held or the store is silent."""

@@ -156,7 +156,7 @@ def test_the_relatives_of_grpo_are_what_their_papers_say(tmp_path: Path) -> None
     assert (dapo.loss.eps_clip, dapo.loss.eps_clip_high, dapo.ppo.dynamic_sampling) == (
         0.2,
         0.28,
-        True,
+        10,
     )
     assert dapo.shaping.overlong_buffer_len == 128
     assert made["Dr. GRPO"].advantage.advantage_estimator == "dr_grpo"

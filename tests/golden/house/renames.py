@@ -28,36 +28,4 @@ class Rename:
         assert self.old != self.new, f"{self}: old and new are the same"
 
 
-_INTERVAL = "evaluations tell the 95 % interval of their means"
-_CARD = "every saved model gets a card; with adapters, where peft's empty one was"
-_WITH_WEIGHTS = tuple(
-    """
-    branches chat cispo double_sided dr_grpo dynamic_sampling ema environment function group_norm images
-    kl_in_the_loss kl_in_the_reward own_loop ppo prm prm_training program ptx reinforce
-    reinforce_baseline remax resume rloo rm several_rewards sft shared_prompts staleness_0 staleness_1
-    tasks tools value_pretraining zero_2 zero_3
-    """.split()
-)
-"""Cases that save whole weights; peft wrote a README.md beside adapters."""
-
-RENAMES: tuple[Rename, ...] = (
-    Rename("metric", new="eval_reward_ci95", reason=_INTERVAL),
-    Rename("metric", new="eval_pass@1_ci95", reason=_INTERVAL),
-    Rename("metric", new="eval_pass@2_ci95", reason=_INTERVAL),
-    Rename("metric", new="eval/heldout.jsonl/pass@1_ci95", reason=_INTERVAL),
-    Rename("metric", new="eval/heldout.jsonl/reward_ci95", reason=_INTERVAL),
-    Rename("metric", new="eval/words.jsonl/pass@1_ci95", reason=_INTERVAL),
-    Rename("metric", new="eval/words.jsonl/reward_ci95", reason=_INTERVAL),
-    Rename("log", new="reward_ci95 N", reason=_INTERVAL, cases=("evaluate",)),
-    Rename("log", new="pass@N_ci95 N", reason=_INTERVAL, cases=("evaluate",)),
-    Rename(
-        "metric",
-        old="groups_without_signal",
-        reason="a group of one sample is not counted, in however many segments it comes",
-        cases=("branches",),
-    ),
-    Rename("file", new="model/README.md", reason=_CARD, cases=_WITH_WEIGHTS),
-    Rename("file", new="model_critic/README.md", reason=_CARD),
-    Rename("file", new="exported/README.md", reason=_CARD),
-    Rename("file", new="merged/README.md", reason=_CARD),
-)
+RENAMES: tuple[Rename, ...] = ()

@@ -19,7 +19,7 @@ def write_checkpoint(folder: Path, **state: Any) -> Path:
     (folder / "state.json").write_bytes(content)
     described = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (folder / "manifest.json").write_text(
-        json.dumps({"format": 5, "step": 1, "files": {"state.json": described}})
+        json.dumps({"format": 6, "step": 1, "files": {"state.json": described}})
     )
     return folder
 

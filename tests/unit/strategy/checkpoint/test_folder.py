@@ -151,7 +151,7 @@ def version(number: int) -> Callable[[Path], object]:
     return lambda folder: manifest(f'{{"format": {number}, "files": {{}}}}')(folder / STEP(2))
 
 
-UNREADABLE = "format {} is of another version of OpenPPO; this one reads 5"
+UNREADABLE = "format {} is of another version of OpenPPO; this one reads 6"
 
 
 @pytest.mark.parametrize(
