@@ -295,12 +295,12 @@ def test_close_leaves_may_differ_in_last_bits_only(recording: Recording) -> None
 
 
 def test_a_field_that_an_old_dump_lacks_is_compared_with_nothing(recording: Recording) -> None:
-    now = copy.deepcopy(recording.observation)
-    segment = now["samples"][GROUP]["segments"][0]
-    segment["versions"] = [-1] * len(segment["ids"])
-    assert differences(recording, now) == []
-    newer = replace(recording, observation=now)
-    lost = recording.observation
+    now = recording.observation
+    lost = copy.deepcopy(now)
+    lost["samples"][GROUP]["segments"][0]["versions"] = None
+    older = replace(recording, observation=lost)
+    assert differences(older, now) == []
+    newer = recording
     assert [each.place.rpartition(" > ")[2] for each in differences(newer, lost)] == ["versions"]
 
 
