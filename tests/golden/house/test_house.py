@@ -15,7 +15,7 @@ from tests.golden.house import __main__ as command
 from tests.golden.house import references
 from tests.golden.house.cases import BY_NAME, CASES, IN_CI
 from tests.golden.house.compare import Recording, differences, unused
-from tests.golden.house.dumps import read_rollouts
+from tests.golden.house.dumps import TEXTS, WHOLE, read_rollouts
 from tests.golden.house.files import RECORDED, load_all, save
 from tests.golden.house.leaves import CLOSE, EXACT, FREE, classify, flatten, prefixes
 from tests.golden.house.log_words import log_words
@@ -294,71 +294,20 @@ def test_close_leaves_may_differ_in_last_bits_only(recording: Recording) -> None
     assert unlike.place == "metrics > step 1 > entropy"
 
 
-def test_a_field_that_an_old_dump_lacks_is_compared_with_nothing(recording: Recording) -> None:
-    now = recording.observation
-    lost = copy.deepcopy(now)
-    lost["samples"][GROUP]["segments"][0]["versions"] = None
-    older = replace(recording, observation=lost)
-    assert differences(older, now) == []
-    newer = recording
-    assert [each.place.rpartition(" > ")[2] for each in differences(newer, lost)] == ["versions"]
-
-
-def part(ids: list[int], mask: list[bool], **fields: Any) -> dict[str, Any]:
-    whole = {
-        "step": 1,
-        "split": "train",
-        "group": 0,
-        "row": 0,
-        "source": "s",
-        "task": "",
-        "label": "",
-        "reward": 1.0,
-    }
-    texts = {"rewards": "{}", "extra": "{}", "messages": '[{"role": "user"}]'}
-    agent = {"ending": "completed", "turns": 3, "error": "", "output": "", "finish_reason": "stop"}
-    tokens = {"token_ids": ids, "action_mask": mask, "log_probs": [0.0] * len(ids)}
-    return whole | texts | agent | tokens | fields
-
-
-def test_rows_of_one_episode_are_one_sample(tmp_path: Path) -> None:
-    """Three turns in two segments, twice: two samples that said the same."""
-    parts = [part([1, 2, 3, 4], [False, True, False, True]), part([5, 6], [False, True])]
-    rows = [*parts, *parts, part([7], [True], turns=1, group=1)]
-    (tmp_path / "train-rank00000-00000.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows)
-    )
-    samples = read_rollouts(tmp_path)
-    assert [[segment["ids"] for segment in sample["segments"]] for sample in samples] == [
-        [[1, 2, 3, 4], [5, 6]],
-        [[1, 2, 3, 4], [5, 6]],
-        [[7]],
-    ]
-    assert samples[0]["segments"][0]["mask"] == "0101"
-
-
-def test_a_row_with_segments_is_one_sample_in_the_same_form(tmp_path: Path) -> None:
-    lists = [([1, 2, 3, 4], [False, True, False, True]), ([5, 6], [False, True])]
+def test_a_dumped_sample_has_its_segments_in_normal_form(tmp_path: Path) -> None:
     segments = []
-    for ids, mask in lists:
+    for ids, mask in (([1, 2, 3, 4], [False, True, False, True]), ([5, 6], [False, True])):
         tokens = {"token_ids": ids, "action_mask": mask, "log_probs": [0.0] * len(ids)}
         numbers = {"versions": [3] * len(ids), "token_rewards": [0.5] * len(ids)}
         segments.append(tokens | numbers | {"finish_reason": "stop"})
-    whole = {name: value for name, value in part([], []).items() if name not in segments[0]}
-    row = whole | {"segments": segments}
-    parts = [part(ids, mask) for ids, mask in lists]
+    row = dict.fromkeys(WHOLE, "") | dict.fromkeys(TEXTS, "{}") | {"segments": segments}
+    (tmp_path / "train-rank00000-00000.jsonl").write_text(json.dumps(row) + "\n")
 
-    file = tmp_path / "train-rank00000-00000.jsonl"
-    file.write_text("".join(json.dumps(part) + "\n" for part in parts))
-    (old,) = read_rollouts(tmp_path)
-    file.write_text(json.dumps(row) + "\n")
-    (new,) = read_rollouts(tmp_path)
-
-    for segment in new["segments"]:
-        assert segment.pop("versions") == [3] * len(segment["ids"])
-        assert segment.pop("rewards") == [0.5] * segment["mask"].count("1")
-        segment |= {"versions": None, "rewards": None}
-    assert new == old
+    (sample,) = read_rollouts(tmp_path)
+    assert [segment["ids"] for segment in sample["segments"]] == [[1, 2, 3, 4], [5, 6]]
+    assert [segment["mask"] for segment in sample["segments"]] == ["0101", "01"]
+    assert [segment["versions"] for segment in sample["segments"]] == [[3] * 4, [3] * 2]
+    assert [segment["rewards"] for segment in sample["segments"]] == [[0.5, 0.5], [0.5]]
 
 
 OUTPUT = """\
