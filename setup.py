@@ -76,6 +76,7 @@ setup(
         "pyarrow>=16",
         "pydantic>=2.7",
         "pyyaml>=6.0.1",
+        "regex>=2024.4",
         "safetensors>=0.8",
         "tensorboard>=2.17",
         "tokenizers>=0.23.1",

@@ -62,8 +62,7 @@ class FunctionScorer:
         if torch.cuda.is_available():
             # On a new thread "cuda" is GPU 0, whatever the thread that loaded the function has chosen.
             set_gpu = partial(torch.cuda.set_device, torch.cuda.current_device())
-        processes = self.function.processes
-        n_threads = 1 if processes is None else processes.n  # each thread waits for one process
+        n_threads = max(1, self.function.n_processes)  # each thread waits for one process
         self._thread = ThreadPoolExecutor(n_threads, "reward_fn", initializer=set_gpu)
         # One loop for all calls, since clients belong to the loop that they were made in.
         self._loop = asyncio.new_event_loop() if self.function.is_async else None
@@ -161,7 +160,7 @@ class FunctionScorer:
         """Score of a sample for which the function raised; ``RuntimeError`` without ``error_value``."""
         name = name_sample(sample)
         text = f"{error!r} for {name}"
-        has_remedy = self.function.processes is None and _needs_main_thread(error)
+        has_remedy = self.function.n_processes == 0 and _needs_main_thread(error)
         if has_remedy:
             text = f"{text}. {_MAIN_THREAD}"
 

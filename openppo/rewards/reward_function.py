@@ -2,12 +2,14 @@
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from openppo import logger
-from openppo.rewards.answer_process import FunctionProcesses
+from openppo.rewards.function_process import FunctionProcess
 from openppo.rewards.function_values import (
     BATCH_NAMES,
     BEHIND_COLUMNS,
@@ -55,7 +57,9 @@ class RewardFunction:
 
         self.function = function
         self.where = where
-        self.processes: FunctionProcesses | None = None
+        self.n_processes = 0
+        self._free_processes = SimpleQueue[FunctionProcess]()
+        self._seconds = math.inf
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         call = getattr(function, "__call__", None)  # noqa: B004 (an object whose __call__ is async)
         self.is_async = any(map(inspect.iscoroutinefunction, (function, call)))
@@ -77,9 +81,10 @@ class RewardFunction:
             logger.info(
                 "%s scores whole batches, each in one of --reward_workers %d", self.where, n
             )
-        self.processes = FunctionProcesses(
-            self.where, str(file.resolve()), name, n=n, seconds=seconds
-        )
+        for _ in range(n):
+            self._free_processes.put(FunctionProcess(self.where, file, name))
+        self.n_processes = n
+        self._seconds = math.inf if seconds is None else seconds
 
     def __call__(self, samples: Sequence[Values]) -> Any:
         """Call the function with copies of ``samples``."""
@@ -87,12 +92,23 @@ class RewardFunction:
         for name in self._arguments(samples):
             values = [copy.deepcopy(self._value(sample, name)) for sample in samples]
             arguments[name] = values if self.is_batch else values[0]
-        if self.processes is not None:
-            return self.processes(arguments, len(samples))
+        if self.n_processes > 0:
+            return self._call_in_process(arguments, len(samples))
 
         result = self.function(**arguments)
         # A generator raises its errors here.
         return list(result) if isinstance(result, Iterator) else result
+
+    def _call_in_process(self, arguments: dict[str, Any], n_samples: int) -> Any:
+        """Call the function in a free process; raises as ``FunctionProcess.call`` does."""
+        process = self._free_processes.get()
+        try:
+            return process.call(arguments, n_samples * self._seconds)
+        except TimeoutError:
+            message = f"no result within --reward_timeout {self._seconds:g} s a sample"
+            raise TimeoutError(message) from None
+        finally:
+            self._free_processes.put(process)
 
     def _arguments(self, samples: Sequence[Values]) -> list[str]:
         """Names of the arguments of a call, in order."""

@@ -5,12 +5,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import regex
 from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import Verifier
-from openppo.rewards.answer_process import AnswerProcess, RaisedThere
+from openppo.rewards.function_process import FunctionProcess, RaisedThere
 from openppo.rewards.scoring import answer_length, answer_text, name_sample
 from openppo.types import Prompt, Sample, Score
 
@@ -23,8 +25,6 @@ _LATEX = re.compile(r"(?<!\\)\$.+(?<!\\)\$|\\boxed|\\\(|\\\[", re.DOTALL)
 _THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 _FRACTION = re.compile(r"-?\d+\.\d+")
 _LONGEST_QUOTE = 200
-_NO_ANSWER = (TimeoutError, ChildProcessError, RaisedThere)
-"""Errors of a process that took too long, raised, or ended, perhaps for memory."""
 
 
 @dataclass
@@ -56,14 +56,14 @@ def make_verify(verifier: Verifier, argument: str, prompts: Iterable[Prompt]) ->
     if verifier == "length":
         return length_reward(int(argument))
 
-    regex = RegexReward(argument) if verifier == "regex" else None
-    needs_labels = regex is None or regex.n_groups > 0
+    search = RegexReward(argument) if verifier == "regex" else None
+    needs_labels = search is None or search.pattern.groups > 0
     if needs_labels:
         for prompt in prompts:
             label_of(prompt, verifier)
 
-    if regex is not None:
-        return regex
+    if search is not None:
+        return search
     return exact_match if verifier == "exact_match" else MathReward()
 
 
@@ -119,37 +119,39 @@ def length_reward(target: int) -> Verify:
 class RegexReward:
     """Reward 1 if the response contains ``pattern``, else 0; the last match of its group must be the label.
 
-    A search that takes longer than ``seconds`` counts as no match. ``ValueError`` for a pattern that cannot be used.
+    The package ``regex`` searches: it reads what ``re`` does, has a limit of time, and lets other threads run. A search
+    that takes longer than ``seconds`` counts as no match. ``ValueError`` for a pattern that cannot be used.
     """
 
     def __init__(self, pattern: str, seconds: float = 5.0) -> None:
         try:
-            self.n_groups = re.compile(pattern).groups
-        except re.error as error:
+            self.pattern = regex.compile(pattern)
+        except regex.error as error:
             raise ValueError(
                 f"--verifiable_reward regex:{pattern} is not a regular expression: {error}."
             ) from error
-        if self.n_groups > 1:
+        if self.pattern.groups > 1:
             raise ValueError(
-                f"--verifiable_reward regex:{pattern} has {self.n_groups} groups; one at most is compared with the "
-                "label. Write the others as (?:...)."
+                f"--verifiable_reward regex:{pattern} has {self.pattern.groups} groups; one at most is compared with "
+                "the label. Write the others as (?:...)."
             )
         self.seconds = seconds
-        self.process = AnswerProcess("--verifiable_reward regex", "regex", pattern)
 
     def __call__(self, response: str, sample: Sample) -> float:
+        last = None
         try:
-            match = self.process.ask(response, self.seconds)
-        except _NO_ANSWER as error:
-            reason = f"the search took too long, or failed ({error!r})"
+            for match in self.pattern.finditer(response, timeout=self.seconds):
+                last = match
+        except TimeoutError:
+            reason = f"the search took longer than {self.seconds:g} s"
             _warn_wrong("regex", reason, response, sample=sample)
             return 0.0
-        if match is None:
+        if last is None:
             return 0.0
-        if self.n_groups == 0:
+        if self.pattern.groups == 0:
             return 1.0
         label = label_of(sample.prompt, "regex")
-        return float(_plain(match.strip()) == _plain(label))
+        return float(_plain((last[1] or "").strip()) == _plain(label))
 
 
 class MathReward:
@@ -166,14 +168,15 @@ class MathReward:
                 f"{flag} needs the package math-verify, which is not installed: {remedy}"
             )
         self.seconds = seconds
-        self.process = AnswerProcess("--verifiable_reward math", "math")
+        file = Path(__file__).with_name("math_answers.py")
+        self.process = FunctionProcess("--verifiable_reward math", file, "is_equal")
 
     def __call__(self, response: str, sample: Sample) -> float:
         label = label_of(sample.prompt, "math")
-        question = [_as_latex(label), _readings(response)]
+        arguments = {"label": _as_latex(label), "readings": _readings(response)}
         try:
-            is_equal = self.process.ask(question, self.seconds)
-        except _NO_ANSWER as error:
+            is_equal = self.process.call(arguments, self.seconds)
+        except (TimeoutError, ChildProcessError, RaisedThere) as error:
             reason = f"the answer took too long, or failed ({error!r})"
             _warn_wrong("math", reason, response, sample=sample)
             return 0.0

@@ -130,7 +130,7 @@ def test_weights_decide_whether_keys_beside_a_score_are_rewards(build, sample_of
 
 def test_compute_score_is_found_and_runs_in_processes(build, sample_of):
     scorer = build(reward_fn="M/dapo.py", reward_workers=1)
-    assert scorer.function.processes is not None
+    assert scorer.function.n_processes > 0
     assert scorer.score([sample_of("cd")])[0].notes == {"pred": "cd"}
 
 
@@ -199,12 +199,12 @@ def test_a_functions_options_reach_it(build, folder, sample_of):
     )
     options = {"step_separator": "z", "reward_error_value": -3.0, "reward_weights": ("reward=0.5",)}
     scorer = build(reward_fn="M/steps.py", **options, reward_workers=2, reward_timeout=60.0)
-    assert (scorer.function.processes.n, scorer.function.processes.seconds) == (2, 60.0)
+    assert (scorer.function.n_processes, scorer.function._seconds) == (2, 60.0)
     first, second = scorer.score([sample_of("azbz"), sample_of("")])
     assert first.token_rewards == [*[0.0] * len(PROMPTS[0].token_ids), 0.5, 0.0, 0.5, 0.0, 0.0]
     assert (second.rewards, second.failed) == ({"reward": -3.0}, True)
     alone = build(reward_fn="M/steps.py", **options)
-    assert alone.function.processes is None
+    assert alone.function.n_processes == 0
     assert alone.score([sample_of("azbz"), sample_of("")]) == [first, second]
 
 

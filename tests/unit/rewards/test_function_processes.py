@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from openppo.rewards import FunctionScorer, RewardFunction
-from openppo.rewards.answer_process import AnswerProcess, RaisedThere, _with_own_gpu
+from openppo.rewards.function_process import FunctionProcess, RaisedThere, _with_own_gpu
 from openppo.types import Score
 from openppo.user_code import load_callable, split_location
 
@@ -165,13 +165,13 @@ def test_an_exception_shows_where_the_file_raised_it(scorer_of, labelled):
 def test_a_batch_is_one_call_with_the_time_of_all_its_samples(
     scorer_of, labelled, caplog, monkeypatch
 ):
-    asked, ask = [], AnswerProcess.ask
+    asked, call = [], FunctionProcess.call
 
-    def record(self, question, seconds):
-        asked.append((question["labels"], seconds))
-        return ask(self, question, seconds)
+    def record(self, arguments, seconds):
+        asked.append((arguments["labels"], seconds))
+        return call(self, arguments, seconds)
 
-    monkeypatch.setattr(AnswerProcess, "ask", record)
+    monkeypatch.setattr(FunctionProcess, "call", record)
     caplog.set_level(logging.INFO, "openppo")
     scores = scorer_of("lists", n=2, seconds=1.0, error_value=7.0).score(labelled)
     assert [score.rewards["reward"] for score in scores] == [0.0, 7.0, 2.0, 3.0]
@@ -195,7 +195,7 @@ def test_async_functions_and_objects_stay_in_the_process(
     name, kind, file, scorer_of, labelled, caplog
 ):
     scorer = scorer_of(name, n=2)
-    assert scorer.function.processes is None
+    assert scorer.function.n_processes == 0
     assert (
         f"--reward_fn f.py is {kind}" in caplog.text and "it stays in this process" in caplog.text
     )
@@ -207,8 +207,9 @@ def test_a_function_ends_with_its_run(file):
     """Though it would never return, and the run was killed."""
     path = os.pathsep.join(sys.path)
     program = f"""
-from openppo.rewards.answer_process import AnswerProcess
-AnswerProcess("--reward_fn", "function", {str(file)!r}, "slow", {path!r}).ask({{"label": 1}}, None)
+from pathlib import Path
+from openppo.rewards.function_process import FunctionProcess
+FunctionProcess("--reward_fn", Path({str(file)!r}), "slow").call({{"label": 1}})
 """
     run = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path})
     child = until(lambda: file.with_name("child").exists() and file.with_name("child").read_text())
@@ -216,24 +217,3 @@ AnswerProcess("--reward_fn", "function", {str(file)!r}, "slow", {path!r}).ask({{
     run.wait()
     [pid] = file.with_name("loaded").read_text().split()
     until(lambda: has_ended(pid) and has_ended(child))
-
-
-def test_a_regex_that_never_ends_ends_with_its_run(tmp_path):
-    """It holds Python's lock, so that no thread of its process could notice."""
-    program = """
-from openppo.rewards.answer_process import AnswerProcess
-process = AnswerProcess("--verifiable_reward regex", "regex", "(a+)+$")
-process.ask("", None)
-print(process.process.pid, flush=True)
-process.ask("a" * 64 + "b", None)
-"""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.Popen(
-        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True
-    )
-    assert run.stdout is not None
-    pid = run.stdout.readline().strip()
-    time.sleep(1)
-    run.kill()
-    run.wait()
-    until(lambda: has_ended(pid))
