@@ -1,29 +1,34 @@
-"""Position and state of a rank, and the one-page report of a run that cannot continue."""
+"""One-page report of a run that cannot continue."""
 
-import errno
 import os
 import re
-import socket
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
-from torch.distributed import DistError, distributed_c10d
 
 from openppo.config import mask_credentials
 from openppo.config.remedies import remedies, sizes
+from openppo.strategy.heartbeats import Heartbeat
+
+Row = tuple[str, str]
+"""A line of the report, and the label before it."""
+ExplainMemory = Callable[[str], Sequence[Row]]
+"""Returns rows on the memory of a run in a phase; a row "try" takes the place of the advice from its options."""
 
 _TITLE = " OpenPPO: the run has failed "
 _OUT_OF_MEMORY = re.compile(
-    "DefaultCPUAllocator|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDA error: out of memory|"
-    # NCCL allocates its own buffers:
-    "Cuda failure (2 )?'out of memory'"
+    r"MemoryError|\[Errno 12\]|DefaultCPUAllocator|CUBLAS_STATUS_ALLOC_FAILED|"
+    # The latter is of NCCL, which allocates its own buffers.
+    r"CUDA out of memory|CUDA error: out of memory|Cuda failure (2 )?'out of memory'"
+)
+_BROKEN_CONNECTION = re.compile(
+    r"torch\.distributed\.Dist\w*Error|^(?!.*enforce fail).*gloo/transport", re.MULTILINE
 )
 _EXIT_CODES = (
     "the exit code in the launcher's summary below. -9: killed, usually by the kernel's OOM killer (check dmesg); "
@@ -35,118 +40,25 @@ _SILENT = (
 )
 
 
-@cache
-def this_machine() -> str:
-    """Return kernel and PID namespace, within which process ids are unique."""
-    with suppress(OSError):  # only Linux has these files
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return socket.gethostname()
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """Position and state of a rank at one moment."""
-
-    rank: int
-    phase: str
-    step: int
-    idle: float
-    """Seconds without progress."""
-    memory: str = ""
-    signal: str | None = None
-    """Name of the signal that asks the run to exit."""
-    done: bool = False
-    samples: bool = False
-    """True on one of ``--rollout_ranks``."""
-    collectives: int = 0
-    """Collectives started so far in groups of all training ranks, or of all sampling ones."""
-    host: str = field(default_factory=socket.gethostname)
-    machine: str = field(default_factory=this_machine)
-    pid: int = field(default_factory=os.getpid)
-
-    @property
-    def name(self) -> str:
-        """The rank in the launch, marked if it samples."""
-        return f"rollout rank {self.rank}" if self.samples else f"rank {self.rank}"
-
-    def has_ended(self) -> bool:
-        """True if the rank's process ran on this machine and is gone."""
-        if self.machine != this_machine():
-            return False
-        try:
-            return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-    def waits_for(self, other: "Heartbeat") -> bool:
-        """True if ``other`` has yet to start a collective, a transfer of weights or its work.
-
-        Stacks do not show this: on a GPU a rank waits where it reads a result, outside any frame of a collective.
-        """
-        if other.done:
-            return False
-        if other.phase == "loading" and self.phase != "loading":
-            return True
-        if self.samples == other.samples:
-            return other.collectives < self.collectives
-        if self.phase != "sync":
-            return False
-        # Samplers get the weights from trainers, which wait for samplers that are still in an earlier step.
-        if self.samples:
-            return other.phase == "sync"
-        return other.phase != "sync" and other.step <= self.step
-
-    def __str__(self) -> str:
-        host = "" if self.host == socket.gethostname() else f" on {self.host}"
-        step = f"step {self.step}" if self.step else "before the first step"
-        return f"{self.name}{host}: phase {self.phase}, {step}"
-
-
 @dataclass(frozen=True)
 class Fault:
     """The failure that ends a run, and the ranks that failed."""
 
     message: str
-    where: Sequence[Heartbeat]
-    look_at: str = ""
+    ranks: Collection[int]
+    rows: Sequence[Row] = ()
     details: str = ""
     """Traceback."""
-    memory: Sequence[tuple[str, str]] = ()
-    """Further rows of the report: label and line."""
 
     def render(self, beats: Iterable[Heartbeat], resume: str) -> str:
         """Return the page. ``beats`` are of all ranks; ``resume`` tells how to continue after a failure."""
-        failed = {beat.rank for beat in self.where}
-        others = [beat for beat in beats if beat.rank not in failed]
-        others.sort(key=lambda beat: beat.rank)
-
         rows = [("fault", self.message)]
-        rows += [("where", str(beat)) for beat in self.where]
-        rows += self.memory
-        rows += [("others", str(beat)) for beat in others]
-        rows += [("look at", self.look_at), ("resume", resume)]
+        for beat in sorted(beats, key=lambda beat: (beat.rank not in self.ranks, beat.rank)):
+            rows.append(("where" if beat.rank in self.ranks else "others", str(beat)))
+        rows += [*self.rows, ("resume", resume)]
 
         text = "".join(f"{name + ':':<9}{line}\n" for name, line in rows if line)
-        details = f"{self.details.rstrip()}\n\n" if self.details else ""
-        return f"\n{_TITLE:=^100}\n{details}{text}{'':=^100}\n"
-
-
-class MemoryView(NamedTuple):
-    """Memory of a run, for the report of an out-of-memory error."""
-
-    lines: Sequence[str] = ()
-    is_foreign: bool = False
-    """True if no option of the run can make the holder of the memory smaller."""
-
-
-ExplainMemory = Callable[[str], MemoryView]
-"""Returns the memory of a run in a phase."""
-
-
-def explain_nothing(phase: str) -> MemoryView:
-    """Return an empty view, for runs whose memory is not estimated."""
-    return MemoryView()
+        return f"\n{_TITLE:=^100}\n{self.details}{text}{'':=^100}\n"
 
 
 def raised(
@@ -157,89 +69,67 @@ def raised(
     An out-of-memory error comes with the sizes in ``options`` and the memory from ``explain``.
     """
     text = mask_credentials("".join(traceback.format_exception(error)))
-    message = mask_credentials(traceback.format_exception_only(error)[-1]).splitlines()[0]
-    look_at = ""
-    memory: list[tuple[str, str]] = []
+    last = mask_credentials(traceback.format_exception_only(error)[-1])
+    rows: list[Row] = []
     if is_out_of_memory(error):
-        memory = _memory_rows(where.phase, options, explain(where.phase))
+        rows = _memory_rows(where.phase, options, explain(where.phase))
     elif is_broken_connection(error):
         look_at = "the network between the ranks: a connection broke, and all ranks are alive"
+        rows = [("look at", look_at)]
     elif folder := options.get("save_path"):
-        look_at = f"{folder}/logs: metrics and samples until then"
-    return Fault(f"{where.name} raised {message}", [where], look_at, details=text, memory=memory)
+        rows = [("look at", f"{folder}/logs: metrics and samples until then")]
+    message = f"{where.name} raised {last.splitlines()[0]}"
+    return Fault(message, [where.rank], rows, details=f"{text.rstrip()}\n\n")
 
 
-def _memory_rows(phase: str, options: Mapping[str, Any], view: MemoryView) -> list[tuple[str, str]]:
-    """Return the rows on memory of an out-of-memory report, with a remedy if there is one."""
-    lines = [host_memory(), f"options: {' '.join(sizes(options))}", *view.lines]
-    rows = [("memory", line) for line in lines]
-    if view.is_foreign:
-        rows.append(("try", "end what else holds the GPU's memory: nvidia-smi lists processes"))
-        return rows
+def explain_nothing(phase: str) -> Sequence[Row]:
+    """Return no rows, for runs whose memory is not estimated."""
+    return ()
 
+
+def _memory_rows(phase: str, options: Mapping[str, Any], explained: Sequence[Row]) -> list[Row]:
+    """Return the rows on memory, with a remedy if there is one."""
+    rows = [("memory", host_memory()), ("memory", f"options: {' '.join(sizes(options))}")]
+    rows += explained
     flags = remedies(phase, options, on_cpu=not torch.cuda.is_available())
-    if flags:
+    if flags and "try" not in dict(explained):
         rows.append(("try", f"reduce memory in {phase} with {', '.join(flags)}"))
     return rows
 
 
 def lost(reasons: Mapping[int, str], beats: Mapping[int, Heartbeat]) -> Fault:
     """Return the fault for other ranks that are gone, with a reason for each."""
-    where = [beats[rank] for rank in reasons]
     message = "; ".join(f"{beats[rank].name} is gone: {why}" for rank, why in reasons.items())
-    look_at = _SILENT if "heartbeat" in message else _EXIT_CODES
-    memory = [
-        ("memory", f"rank {beat.rank} at its last heartbeat: {beat.memory}") for beat in where
+    rows = [
+        ("memory", f"rank {rank} at its last heartbeat: {beats[rank].memory}") for rank in reasons
     ]
-    return Fault(message, where, look_at, memory=memory)
+    rows.append(("look at", _SILENT if "heartbeat" in message else _EXIT_CODES))
+    return Fault(message, reasons, rows)
 
 
 def stalled(where: Heartbeat) -> Fault:
     """Return the fault for this rank without progress."""
     message = f"{where.name} made no progress for {where.idle:.0f} s (--stall_timeout)"
     look_at = "the stacks above. If the work is only slow, raise --stall_timeout"
-    return Fault(message, [where], look_at)
+    return Fault(message, [where.rank], [("look at", look_at)])
 
 
-def collectives_started() -> int:
-    """Return the number of collectives that this rank has started in groups of all ranks.
-
-    Other ranks start the same ones, in the same order.
-    """
-    groups: list[Any] = list(distributed_c10d._world.pg_map)
-    largest = max((group.size() for group in groups), default=0)
-    n_started = 0
-    for group in groups:
-        if group.size() < largest:
-            continue
-        for device in group._device_types:
-            n_started += group._get_backend(device)._get_sequence_number_for_group()
-    return n_started
+def without_store(error: str, where: Heartbeat) -> Fault:
+    """Return the fault for the end of the process that hosts the store of the ranks."""
+    owner = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
+    message = f"{owner}, which hosts the store of the ranks, is gone or out of reach ({error})"
+    return Fault(message, [where.rank], [("look at", "what ended it, on its host")])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True if ``error`` or a cause of it is a lack of GPU or CPU memory."""
-    return any(_lacks_memory(cause) for cause in _causes(error))
-
-
-def _lacks_memory(cause: BaseException) -> bool:
-    if isinstance(cause, MemoryError | torch.OutOfMemoryError):
-        return True
-    if isinstance(cause, OSError) and cause.errno == errno.ENOMEM:
-        return True
-    return isinstance(cause, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(cause)))
+    return bool(_OUT_OF_MEMORY.search("".join(traceback.format_exception(error))))
 
 
 def is_broken_connection(error: BaseException) -> bool:
     """True if ``error`` may come from a connection that another rank closed."""
-    return not is_out_of_memory(error) and any(map(_is_connection_error, _causes(error)))
-
-
-def _is_connection_error(cause: BaseException) -> bool:
-    if isinstance(cause, DistError):
-        return True
-    text = str(cause)
-    return "gloo/transport" in text and "enforce fail" not in text
+    text = "".join(traceback.format_exception(error))
+    return not is_out_of_memory(error) and bool(_BROKEN_CONNECTION.search(text))
 
 
 def host_memory() -> str:
@@ -256,11 +146,3 @@ def host_memory() -> str:
         if most != "max":
             text += f", container {int(used) / gib:.2f} GiB used of {int(most) / gib:.2f} GiB"
     return text
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield ``error`` and the errors that led to it, latest first."""
-    while error is not None:
-        yield error
-        context = None if error.__suppress_context__ else error.__context__
-        error = error.__cause__ or context

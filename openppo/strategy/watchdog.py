@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,16 +20,14 @@ import psutil
 from openppo.config import RunConfig
 from openppo.process_groups import process_groups
 from openppo.strategy import fault_report, signals
-from openppo.strategy.fault_report import ExplainMemory, Fault, Heartbeat
-from openppo.strategy.heartbeat_store import HeartbeatStore
+from openppo.strategy.fault_report import ExplainMemory, Fault
+from openppo.strategy.heartbeats import Heartbeat, HeartbeatStore, collectives_started
 from openppo.strategy.launcher_summary import record_cause
 
 _INTERVAL = 0.5
 """Seconds between two heartbeats."""
 _LINGER = 3 * _INTERVAL
 """Seconds until all ranks know the exit status; after that the store may close."""
-_SECONDS_FOR_RANK_0 = 10.0
-"""Seconds for rank 0 to find the same user mistake and report it for all ranks."""
 _SECONDS_TO_END = 10.0
 """Seconds for a rank to report and exit; afterwards the timer ends it."""
 _SIGNALLED = 128
@@ -55,17 +54,14 @@ class Watchdog:
     ) -> None:
         self._explain_memory: ExplainMemory = fault_report.explain_nothing
         self._saves_on_signal = False
+        self._status: int | None = None
 
         self._limits = limits
         self._where = where
         self._options = options
         self._how_to_resume = how_to_resume
 
-        self._rank = int(os.environ.get("RANK", "0"))
-        self._n_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        self._samples = self._rank >= self._n_ranks - options.get("rollout_ranks", 0)
-
-        self._store = HeartbeatStore(self._rank, self._n_ranks, limits.heartbeat_timeout)
+        self._store = HeartbeatStore(limits.heartbeat_timeout)
         self._signalled_at: float | None = None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -74,13 +70,13 @@ class Watchdog:
         signals.install()
         if not faulthandler.is_enabled():
             faulthandler.enable(2)  # a crash in C leaves the Python stacks on stderr
-        self._set_timer()
+        self._set_timer(0.9 * self._limits.heartbeat_timeout)
         self._where.progress()  # idle time starts here, not when the program was loaded
         self._thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        is_exit = isinstance(error, SystemExit) and (self._n_ranks == 1 or not error.code)
+        is_exit = isinstance(error, SystemExit) and (self._store.n_ranks == 1 or not error.code)
         if error is not None and not is_exit:
             self._fail(error)
 
@@ -103,38 +99,33 @@ class Watchdog:
         """End the work at the first signal, as before ``save_on_signal``."""
         self._saves_on_signal = False
 
+    def refuse(self, message: str) -> NoReturn:
+        """Report a mistake of the user and exit with status 2; all ranks print one line together."""
+        if self._store.n_ranks == 1:
+            record_cause(message)
+            _write(f"error: {message}\n")
+            sys.exit(2)
+        is_one_host = all(beat.is_here() for beat in self._store.beats.values())
+        place = "" if is_one_host else f" on {socket.gethostname()}"
+        self._end(f"error{place}: {message}\n", 2, cause=message)
+
     def _fail(self, error: BaseException) -> NoReturn:
-        if self._n_ranks > 1 and fault_report.is_broken_connection(error):
+        if self._store.n_ranks > 1 and fault_report.is_broken_connection(error):
             # Meanwhile the watchdogs find the rank that broke the connection, report it, and end this process.
             time.sleep(self._limits.heartbeat_timeout + _LINGER)
         where = self._heartbeat()
         self._report(fault_report.raised(error, where, self._options, explain=self._explain_memory))
 
     def _announce_end(self) -> None:
-        """Tell the other ranks that this one has finished; a rank that hosts the store waits for them."""
-        deadline = time.monotonic() + _SECONDS_TO_END
-        while time.monotonic() < deadline:
-            self._store.exchange(self._heartbeat(done=True))
-            others_done = all(beat.done for beat in self._store.beats.values())
-            if others_done or not self._store.is_hosted_here:
-                break
-            time.sleep(_INTERVAL / 5)
+        """Tell the other ranks that this one has finished."""
+        self._status = 0
+        self._store.exchange(self._heartbeat())
+        if self._store.is_hosted_here:
+            time.sleep(_LINGER)
 
-    def refuse(self, message: str) -> NoReturn:
-        """Report a mistake of the user and exit with status 2; all ranks print one line together."""
-        if self._n_ranks == 1:
-            record_cause(message)
-            _write(f"error: {message}\n")
-            sys.exit(2)
-        place = ""
-        if self._rank > 0:
-            time.sleep(_SECONDS_FOR_RANK_0)
-            place = f" on rank {self._rank}"
-        self._end(f"error{place}: {message}\n", 2, cause=message)
-
-    def _set_timer(self) -> None:
-        """Arm a C timer, which ends the process when the GIL is held or the store is silent."""
-        faulthandler.dump_traceback_later(0.9 * self._limits.heartbeat_timeout, exit=True, file=2)
+    def _set_timer(self, seconds: float) -> None:
+        """Arm a C timer, which ends the process when the GIL is held, or the store or stderr blocks."""
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
     def _run(self) -> None:
         """Run checks until the work has ended.
@@ -151,7 +142,7 @@ class Watchdog:
                 time.sleep(self._limits.heartbeat_timeout / 10)
             else:
                 if not self._ending.is_set():
-                    self._set_timer()
+                    self._set_timer(0.9 * self._limits.heartbeat_timeout)
 
     def _check(self) -> None:
         """Exchange heartbeats, pass on signals, and end the run if a rank has failed."""
@@ -160,10 +151,11 @@ class Watchdog:
         store = self._store
         store.exchange(heartbeat)
 
-        if store.status is not None:
-            # Exit after the rank that reported: torchrun names the first rank that exits.
-            time.sleep(2 * _LINGER)
-            self._exit(store.status)
+        for beat in store.beats.values():
+            if beat.status:
+                # Exit after the rank that reported: torchrun names the first rank that exits.
+                time.sleep(2 * _LINGER)
+                self._exit(beat.status)
 
         if store.lost:
             self._report(fault_report.lost(store.lost, store.beats))
@@ -175,24 +167,25 @@ class Watchdog:
             if beat.signal is not None:
                 signals.request(beat.signal)
 
-        if store.error is not None:
-            owner = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
-            message = f"{owner}, which hosts the store of the ranks, is gone or out of reach ({store.error})"
-            self._report(Fault(message, [heartbeat], "what ended it, on its host"))
+        has_begun_to_end = any(beat.status == 0 for beat in store.beats.values())
+        if store.error is not None and not has_begun_to_end:
+            self._report(fault_report.without_store(store.error, heartbeat))
         if self._is_stalled(heartbeat):
-            self._report(fault_report.stalled(heartbeat), with_stacks=True)
+            faulthandler.dump_traceback(2)
+            self._report(fault_report.stalled(heartbeat))
 
-    def _heartbeat(self, done: bool = False) -> Heartbeat:
+    def _heartbeat(self) -> Heartbeat:
+        rank = self._store.rank
         return Heartbeat(
-            rank=self._rank,
+            rank=rank,
             phase=self._where.phase,
             step=self._where.step,
             idle=time.monotonic() - self._where.last_progress,
             memory=fault_report.host_memory(),
             signal=signals.requested(),
-            done=done,
-            samples=self._samples,
-            collectives=fault_report.collectives_started(),
+            status=self._status,
+            samples=rank >= self._store.n_ranks - self._options.get("rollout_ranks", 0),
+            collectives=collectives_started(),
         )
 
     def _is_stalled(self, heartbeat: Heartbeat) -> bool:
@@ -220,26 +213,26 @@ class Watchdog:
             ending = f"{name}: {reaction} in phase {self._where.phase}"
             self._end(f"{ending}\n", _SIGNALLED + signal.Signals[name], cause=ending)
 
-    def _report(self, fault: Fault, with_stacks: bool = False) -> NoReturn:
+    def _report(self, fault: Fault) -> NoReturn:
         beats = [*self._store.beats.values(), self._heartbeat()]
-        text = fault.render(beats, self._how_to_resume())
-        self._end(text, 1, cause=fault.message, with_stacks=with_stacks)
+        self._end(fault.render(beats, self._how_to_resume()), 1, cause=fault.message)
 
-    def _end(self, text: str, status: int, cause: str, with_stacks: bool = False) -> NoReturn:
-        """Report, unless another rank does, and end the run; torchrun's summary repeats the ``cause``."""
+    def _end(self, text: str, status: int, cause: str) -> NoReturn:
+        """Print ``text``, unless another rank has a report, and end the run.
+
+        torchrun's summary repeats the ``cause``.
+        """
         self._ending.set()
-        # The timer ends the process if stderr or stdout is blocked, for example.
-        faulthandler.dump_traceback_later(_SECONDS_TO_END, exit=True, file=2)
+        self._set_timer(_SECONDS_TO_END)
 
         claimed = self._store.claim("report")
         if claimed:
             record_cause(cause)
-            if with_stacks:
-                faulthandler.dump_traceback(2)
             _write(text)
-            self._store.end_all(status)
+            self._status = status
+            self._store.exchange(self._heartbeat())
 
-        if self._n_ranks > 1:
+        if self._store.n_ranks > 1:
             time.sleep(_LINGER if claimed else 2 * _LINGER)
         self._exit(status)
 

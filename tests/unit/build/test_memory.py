@@ -357,21 +357,23 @@ def test_a_shortage_sets_what_is_measured_beside_the_estimate() -> None:
     estimate = ppo(on={"memory": 140 * GIB})
     expected = estimate.phases["training"]
     ours = compare(estimate, "training", allocated=expected + M, outside=estimate.machine.outside)
-    assert ours.lines[-1].startswith("in training: ") and " estimated, " in ours.lines[-1]
-    assert ours.lines[-1].endswith(" allocated by PyTorch")
-    assert not ours.is_foreign
-    assert not any("fits into" in line for line in ours.lines), "it did not"
+    label, last = ours[-1]
+    assert label == "memory"
+    assert last.startswith("in training: ") and " estimated, " in last
+    assert last.endswith(" allocated by PyTorch")
+    assert not any("fits into" in line for _, line in ours), "it did not"
 
     tensors = compare(
         estimate, "training", allocated=expected + 128 * GIB, outside=estimate.machine.outside
     )
-    assert tensors.lines[-1] == "128.0 GiB are held by something else in this process"
+    assert tensors[-2][1] == "128.0 GiB are held by something else in this process"
     processes = compare(estimate, "scoring", allocated=expected, outside=128 * GIB)
     assert (
-        processes.lines[-1]
+        processes[-2][1]
         == "128.0 GiB of the GPU are held by other processes, or libraries of this one"
     )
-    assert tensors.is_foreign and processes.is_foreign
+    advice = ("try", "end what else holds the GPU's memory: nvidia-smi lists processes")
+    assert tensors[-1] == processes[-1] == advice
 
 
 def test_gpus_hold_workspaces_while_they_compute() -> None:

@@ -112,7 +112,7 @@ def test_out_of_memory_the_watch_can_say_what_each_model_takes(line, run_line, m
     )
     assert run_line(line).code == 0
     (explain,) = watch.explain_memory_with.call_args.args
-    explained = "\n".join(explain("training").lines)
+    explained = "\n".join(line for _, line in explain("training"))
     assert re.search(r"(actor|model) 0 MiB", explained), explained
 
 

@@ -8,7 +8,7 @@ import torch
 
 from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.strategy import fault_report
-from openppo.strategy.fault_report import Heartbeat, MemoryView
+from openppo.strategy.heartbeats import Heartbeat
 
 CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to ..."
 NCCL = "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
@@ -52,7 +52,7 @@ def test_only_a_report_of_memory_has_sizes_models_and_remedies():
     options = flat_dict(from_options(TrainPPOConfig, **given))
     lacking, other = (
         fault_report.raised(
-            error, WHERE, options, lambda phase: MemoryView([f"actor 3 GiB in {phase}"])
+            error, WHERE, options, lambda phase: [("memory", f"actor 3 GiB in {phase}")]
         ).render([], "")
         for error in (MemoryError(), KeyError())
     )
@@ -71,10 +71,10 @@ def test_memory_that_others_hold_is_not_saved_by_options():
     options = flat_dict(
         from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="r.py")
     )
-    view = MemoryView(["128.0 GiB are held by something else in this process"], is_foreign=True)
-    report = fault_report.raised(MemoryError(), WHERE, options, lambda phase: view).render([], "")
-    assert "memory:  128.0 GiB are held by something else in this process\n" in report
-    assert "try:     end what else holds the GPU's memory: nvidia-smi lists processes\n" in report
+    rows = [("memory", "128.0 GiB are held by something else"), ("try", "end what else holds it")]
+    report = fault_report.raised(MemoryError(), WHERE, options, lambda phase: rows).render([], "")
+    assert "memory:  128.0 GiB are held by something else\n" in report
+    assert "try:     end what else holds it\n" in report
     assert "reduce memory" not in report
 
 
@@ -91,7 +91,7 @@ def test_a_rank_waits_for_those_that_started_fewer_collectives():
     assert ahead.waits_for(behind)
     assert not ahead.waits_for(ahead)
     assert not behind.waits_for(ahead)
-    assert not ahead.waits_for(replace(behind, done=True)), "it has left its groups"
+    assert not ahead.waits_for(replace(behind, status=0)), "it has left its groups"
     assert not ahead.waits_for(replace(behind, samples=True)), (
         "the sides have collectives of their own"
     )

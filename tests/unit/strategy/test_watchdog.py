@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from openppo.config import RunConfig
-from openppo.strategy.fault_report import Heartbeat
+from openppo.strategy.heartbeats import Heartbeat
 from openppo.strategy.watchdog import Watchdog
 from openppo.tracking.phase import CurrentPhase
 
