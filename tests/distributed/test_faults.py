@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.distributed.watched import HERE, Ended, small_ppo, torchrun
+from tests.distributed.watched import HERE, REPORT, Ended, small_ppo, torchrun
 from tests.fork_server import Launcher
 
 Fail = Callable[..., Ended]
@@ -172,18 +172,28 @@ def test_a_lone_rank_that_holds_the_gil_ends_with_its_position(fail):
     assert "in hold" in ended.output
 
 
-@pytest.mark.slow
-def test_the_store_may_end_with_rank_0(tiny, tmp_path):
-    """DeepSpeed's launcher hosts no store."""
+@pytest.fixture
+def deepspeed() -> str:
+    """DeepSpeed's launcher, which hosts no store: rank 0 does."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        launcher = f"deepspeed.launcher.runner --num_gpus 2 --master_port {probe.getsockname()[1]}"
+        return f"deepspeed.launcher.runner --num_gpus 2 --master_port {probe.getsockname()[1]}"
+
+
+@pytest.mark.slow
+def test_the_store_may_end_with_rank_0(tiny, tmp_path, deepspeed):
     place = ("kill", 0, "training", 1, "train_ppo", *small_ppo(tiny, tmp_path))
-    ended = torchrun("run_faults.py", *place, cwd=tmp_path, launcher=launcher)
+    ended = torchrun("run_faults.py", *place, cwd=tmp_path, launcher=deepspeed)
     assert ended.status != 0
     ended.is_in_time()
     assert f"rank 0 {GONE}" in ended.row("fault")
     assert "rank 0: phase training, step 1" in ended.row("where")
+
+
+def test_a_rank_may_end_after_rank_0_and_its_store(tmp_path, deepspeed):
+    ended = torchrun("run_late.py", cwd=tmp_path, launcher=deepspeed)
+    assert ended.status == 0, ended.output
+    assert REPORT not in ended.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
