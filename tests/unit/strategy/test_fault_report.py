@@ -1,6 +1,8 @@
 """Out of memory is recognized whatever raises it, and reported with sizes and remedies."""
 
 import errno
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -113,3 +115,13 @@ def test_a_transfer_of_weights_waits_for_samplers_that_sample_and_for_trainers()
     assert not trains.waits_for(samples)
     assert not trains.waits_for(replace(late, step=trains.step + 1)), "it has the weights"
     assert not samples.waits_for(replace(trains, phase="training")), "they have sent them"
+
+
+def test_a_process_is_missed_on_its_own_machine_alone():
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    ended = replace(WHERE, pid=process.pid)
+    assert ended.has_ended()
+    assert not WHERE.has_ended()
+    assert not replace(ended, host="another").has_ended()
+    assert not replace(ended, launcher=8).has_ended(), "of a container with process ids of its own"
