@@ -110,7 +110,7 @@ class HeartbeatStore:
         self.lost: dict[int, str] = {}
         """Ranks that cannot finish, each with the reason."""
         self.error: str | None = None
-        """The store's last error, None while it answers."""
+        """The store's error, None if it answered the last exchange."""
 
         self._limit = limit
         self._received_at: dict[int, float] = {}
@@ -128,16 +128,14 @@ class HeartbeatStore:
     def exchange(self, heartbeat: Heartbeat) -> None:
         """Publish this rank's heartbeat, read those of the other ranks, and look for lost ones."""
         # Listed before reading, so that the stored heartbeats of these ranks are final.
-        ended = self._ended_ranks()
+        ended = [rank for rank, beat in self.beats.items() if beat.has_ended()]
+        self.error = None
         try:
             store = self._client()
             if store is not None:
                 self._send_and_receive(store, heartbeat)
         except RuntimeError as error:  # torch's store raises several subclasses of it
             self.error = str(error).splitlines()[0]
-            # A rank that hosts the store closes it some time before its process is gone.
-            time.sleep(1)
-            ended = self._ended_ranks()
 
         for rank, beat in self.beats.items():
             silent = time.monotonic() - self._received_at[rank]
@@ -166,9 +164,6 @@ class HeartbeatStore:
             with suppress(ProcessLookupError):
                 if self.beats[rank].is_here():
                     os.kill(self.beats[rank].pid, signal.SIGKILL)
-
-    def _ended_ranks(self) -> list[int]:
-        return [rank for rank, beat in self.beats.items() if beat.has_ended()]
 
     def _client(self) -> TCPStore | None:
         """Return a client of the store, None with one rank and until the store can be reached.

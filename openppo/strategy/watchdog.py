@@ -28,8 +28,6 @@ _INTERVAL = 0.5
 """Seconds between two heartbeats."""
 _LINGER = 3 * _INTERVAL
 """Seconds until all ranks know the exit status; after that the store may close."""
-_SECONDS_TO_END = 10.0
-"""Seconds for a rank to report and exit; afterwards the timer ends it."""
 _SIGNALLED = 128
 """Exit status of a process that a signal ended, minus the signal's number, as in shells."""
 _ECHO = 2.0
@@ -70,7 +68,7 @@ class Watchdog:
         signals.install()
         if not faulthandler.is_enabled():
             faulthandler.enable(2)  # a crash in C leaves the Python stacks on stderr
-        self._set_timer(0.9 * self._limits.heartbeat_timeout)
+        self._set_timer()
         self._where.progress()  # idle time starts here, not when the program was loaded
         self._thread.start()
         return self
@@ -123,9 +121,9 @@ class Watchdog:
         if self._store.is_hosted_here:
             time.sleep(_LINGER)
 
-    def _set_timer(self, seconds: float) -> None:
+    def _set_timer(self) -> None:
         """Arm a C timer, which ends the process when the GIL is held, or the store or stderr blocks."""
-        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+        faulthandler.dump_traceback_later(0.9 * self._limits.heartbeat_timeout, exit=True, file=2)
 
     def _run(self) -> None:
         """Run checks until the work has ended.
@@ -142,13 +140,14 @@ class Watchdog:
                 time.sleep(self._limits.heartbeat_timeout / 10)
             else:
                 if not self._ending.is_set():
-                    self._set_timer(0.9 * self._limits.heartbeat_timeout)
+                    self._set_timer()
 
     def _check(self) -> None:
         """Exchange heartbeats, pass on signals, and end the run if a rank has failed."""
         received = signals.receive(_INTERVAL)
         heartbeat = self._heartbeat()
         store = self._store
+        had_error = store.error is not None
         store.exchange(heartbeat)
 
         for beat in store.beats.values():
@@ -167,8 +166,9 @@ class Watchdog:
             if beat.signal is not None:
                 signals.request(beat.signal)
 
-        has_begun_to_end = any(beat.status == 0 for beat in store.beats.values())
-        if store.error is not None and not has_begun_to_end:
+        # A rank that hosts the store closes it before its process is gone, so this waits for a second look.
+        all_run = all(beat.status is None for beat in store.beats.values())
+        if had_error and store.error is not None and all_run:
             self._report(fault_report.without_store(store.error, heartbeat))
         if self._is_stalled(heartbeat):
             faulthandler.dump_traceback(2)
@@ -223,8 +223,6 @@ class Watchdog:
         torchrun's summary repeats the ``cause``.
         """
         self._ending.set()
-        self._set_timer(_SECONDS_TO_END)
-
         claimed = self._store.claim("report")
         if claimed:
             record_cause(cause)
