@@ -19,7 +19,7 @@ from openppo.strategy.heartbeats import Heartbeat
 Row = tuple[str, str]
 """A line of the report, and the label before it."""
 ExplainMemory = Callable[[str], Sequence[Row]]
-"""Returns rows on the memory of a run in a phase; a row "try" takes the place of the advice from its options."""
+"""Returns rows on the memory of a run in a phase; a row "try" replaces our advice."""
 
 _TITLE = " OpenPPO: the run has failed "
 _OUT_OF_MEMORY = re.compile(

@@ -120,9 +120,9 @@ class HeartbeatStore:
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") if has_restarts else "0"
         self._prefix = f"openppo/{restart}"
 
-        # Without torchrun's agent, rank 0 hosts the store.
+        # Without torchrun's agent, the first of several ranks hosts the store.
         has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self.is_hosted_here = self.rank == 0 and not has_agent
+        self.is_hosted_here = self.n_ranks > 1 and self.rank == 0 and not has_agent
         self._store: TCPStore | None = None
 
     def exchange(self, heartbeat: Heartbeat) -> None:
