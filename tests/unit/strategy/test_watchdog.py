@@ -4,10 +4,12 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from openppo.config import RunConfig
+from openppo.strategy import signals
 from openppo.strategy.heartbeats import Heartbeat
 from openppo.strategy.watchdog import Watchdog
 from openppo.tracking.phase import CurrentPhase
@@ -119,3 +121,30 @@ def test_a_rank_that_waits_for_a_large_model_has_not_stalled(
         mine, rank=1, samples=True, phase=other_phase, idle=other_idle
     )
     assert watchdog._is_stalled(mine) == stalled
+
+
+def test_a_store_is_gone_when_it_fails_twice_in_a_row(monkeypatch):
+    """Its host may be on the way out, and is found by the second look."""
+    watchdog = Watchdog(RunConfig(), CurrentPhase(), {})
+    reported: list[str] = []
+    monkeypatch.setattr(watchdog, "_report", lambda fault: reported.append(fault.message))
+    monkeypatch.setattr(signals, "receive", lambda seconds: [])
+
+    errors = iter(["Broken pipe", None, "Broken pipe", "Broken pipe"])
+    monkeypatch.setattr(watchdog._store, "_send_and_receive", lambda *_: next_error(errors))
+    monkeypatch.setattr(watchdog._store, "_client", Mock())
+    counts = []
+    for _ in range(4):
+        watchdog._check()
+        counts.append(len(reported))
+    assert counts == [0, 0, 0, 1]
+    assert reported == [
+        "rank 0, which hosts the store of the ranks, is gone or out of reach (Broken pipe)"
+    ]
+
+
+def next_error(errors):
+    """Raise as torch's store does, unless the next error is None."""
+    error = next(errors)
+    if error is not None:
+        raise RuntimeError(error)
