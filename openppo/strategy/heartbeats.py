@@ -13,11 +13,6 @@ import psutil
 from torch.distributed import TCPStore, distributed_c10d
 
 
-def _launcher() -> int:
-    """Rank of the first process that this process's launcher has started."""
-    return int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
-
-
 @dataclass(frozen=True)
 class Heartbeat:
     """Position and state of a rank at one moment."""
@@ -36,25 +31,15 @@ class Heartbeat:
     """True on one of ``--rollout_ranks``."""
     collectives: int = 0
     """Collectives started so far in groups of all training ranks, or of all sampling ones."""
+    launcher: int = 0
+    """First rank of the launcher that started this one: torchrun and ``deepspeed`` have a process on each host."""
     host: str = field(default_factory=socket.gethostname)
-    launcher: int = field(default_factory=_launcher)
     pid: int = field(default_factory=os.getpid)
 
     @property
     def name(self) -> str:
         """The rank in the launch, marked if it samples."""
         return f"rollout rank {self.rank}" if self.samples else f"rank {self.rank}"
-
-    def is_here(self) -> bool:
-        """True if process ids of the rank mean processes of this machine."""
-        return self.host == socket.gethostname() and self.launcher == _launcher()
-
-    def has_ended(self) -> bool:
-        """True if the rank's process ran on this machine and is gone."""
-        try:
-            return self.is_here() and psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
 
     def waits_for(self, other: "Heartbeat") -> bool:
         """True if ``other`` has yet to start a collective, a transfer of weights or its work.
@@ -105,6 +90,7 @@ class HeartbeatStore:
     def __init__(self, limit: float) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
         self.n_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self.launcher = self.rank - int(os.environ.get("LOCAL_RANK", "0"))
         self.beats: dict[int, Heartbeat] = {}
         """The newest heartbeat of each other rank."""
         self.lost: dict[int, str] = {}
@@ -128,7 +114,7 @@ class HeartbeatStore:
     def exchange(self, heartbeat: Heartbeat) -> None:
         """Publish this rank's heartbeat, read those of the other ranks, and look for lost ones."""
         # Listed before reading, so that the stored heartbeats of these ranks are final.
-        ended = [rank for rank, beat in self.beats.items() if beat.has_ended()]
+        ended = [rank for rank, beat in self.beats.items() if self.has_ended(beat)]
         self.error = None
         try:
             store = self._client()
@@ -155,14 +141,25 @@ class HeartbeatStore:
             store = self._client()
             return store is None or store.add(f"{self._prefix}/{key}", 1) == 1
 
-        here = [beat for beat in self.beats.values() if beat.is_here() and not beat.has_ended()]
-        return all(beat.rank > self.rank for beat in here)
+        here = filter(self.is_here, self.beats.values())
+        return all(beat.rank > self.rank or self.has_ended(beat) for beat in here)
+
+    def is_here(self, beat: Heartbeat) -> bool:
+        """True if the rank's process id means a process of this machine, and not of another container."""
+        return beat.host == socket.gethostname() and beat.launcher == self.launcher
+
+    def has_ended(self, beat: Heartbeat) -> bool:
+        """True if the rank's process ran on this machine and is gone."""
+        try:
+            return self.is_here(beat) and psutil.Process(beat.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
 
     def kill_lost(self) -> None:
         """Kill lost ranks of this machine, which the launcher would wait for."""
         for rank in self.lost:
             with suppress(ProcessLookupError):
-                if self.beats[rank].is_here():
+                if self.is_here(self.beats[rank]):
                     os.kill(self.beats[rank].pid, signal.SIGKILL)
 
     def _client(self) -> TCPStore | None:

@@ -103,7 +103,7 @@ class Watchdog:
             record_cause(message)
             _write(f"error: {message}\n")
             sys.exit(2)
-        is_one_host = all(beat.is_here() for beat in self._store.beats.values())
+        is_one_host = all(map(self._store.is_here, self._store.beats.values()))
         place = "" if is_one_host else f" on {socket.gethostname()}"
         self._end(f"error{place}: {message}\n", 2, cause=message)
 
@@ -186,6 +186,7 @@ class Watchdog:
             status=self._status,
             samples=rank >= self._store.n_ranks - self._options.get("rollout_ranks", 0),
             collectives=collectives_started(),
+            launcher=self._store.launcher,
         )
 
     def _is_stalled(self, heartbeat: Heartbeat) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.strategy import fault_report
-from openppo.strategy.heartbeats import Heartbeat
+from openppo.strategy.heartbeats import Heartbeat, HeartbeatStore
 
 CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to ..."
 NCCL = "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
@@ -120,8 +120,9 @@ def test_a_transfer_of_weights_waits_for_samplers_that_sample_and_for_trainers()
 def test_a_process_is_missed_on_its_own_machine_alone():
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
+    store = HeartbeatStore(60)
     ended = replace(WHERE, pid=process.pid)
-    assert ended.has_ended()
-    assert not WHERE.has_ended()
-    assert not replace(ended, host="another").has_ended()
-    assert not replace(ended, launcher=8).has_ended(), "of a container with process ids of its own"
+    assert store.has_ended(ended)
+    assert not store.has_ended(WHERE)
+    assert not store.has_ended(replace(ended, host="another"))
+    assert not store.has_ended(replace(ended, launcher=8)), "of another container"
