@@ -189,5 +189,6 @@ class HeartbeatStore:
             if rank != self.rank and store.check([key]):
                 beat = Heartbeat(**json.loads(store.get(key)))
                 if beat != self.beats.get(rank):
-                    self.beats[rank] = beat
                     self._received_at[rank] = time.monotonic()
+                    # A new dict, since another thread may read the present one.
+                    self.beats = self.beats | {rank: beat}
