@@ -32,7 +32,7 @@ def reply(function: Callable[..., Any], arguments: dict[str, Any]) -> bytes:
         if isinstance(result, Iterator):
             result = list(result)
         return pickle.dumps((result, None))
-    except BaseException as error:  # noqa: BLE001 (raised again where the answer is read)
+    except BaseException as error:  # noqa: BLE001 (raised again where the result is read)
         failure = repr(error), "".join(traceback.format_exception(error))
         return pickle.dumps((None, failure))
 

@@ -1,4 +1,4 @@
-"""Equality of answers as mathematics, judged in a process of its own: sympy may take for ever, or all memory."""
+"""Equality of answers as mathematics, judged in a process of its own: sympy may never end, or take all memory."""
 
 import logging
 import resource
